@@ -1,0 +1,62 @@
+# make demo   sets the machine up, builds, and shows what Longspan does
+# make test   sets the machine up, builds, and runs every check
+#
+# LONGSPAN_PYTHON=/path/to/python3 uses an interpreter that already has torch
+# >= 2.11 and installs nothing.
+
+BUILD ?= build/dev
+JOBS ?= $(shell nproc)
+SHELL := /bin/bash
+
+# Some machines report AMX but hide its tiles; oneDNN must not try it there.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export CTEST_OUTPUT_ON_FAILURE := 1
+
+.PHONY: demo test build setup lint format bench pictures wheel sanitize core clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
+	@echo "make lint, format, bench, pictures, wheel, sanitize, core, clean"
+
+setup:
+	@mkdir -p build
+	@tools/setup > build/.python
+
+build: setup
+	@tools/configure $(BUILD) "$$(tail -n 1 build/.python)"
+	@ninja -C $(BUILD) -j $(JOBS) $(if $(CI),--quiet)
+
+demo: build
+	@PYTHONPATH=$(BUILD)/python "$$(tail -n 1 build/.python)" examples/layouts.py --out build/demo
+
+lint: setup
+	@tools/lint "$$(tail -n 1 build/.python)" check
+
+format: setup
+	@tools/lint "$$(tail -n 1 build/.python)" fix
+
+# The part that needs no torch, by itself.
+core:
+	@cmake -S . -B build/core -G Ninja -DLONGSPAN_BUILD_TORCH=OFF -DLONGSPAN_WERROR=ON > build/core.log || { cat build/core.log; exit 1; }
+	@ninja -C build/core -j $(JOBS) --quiet
+	@ctest --test-dir build/core
+
+sanitize: setup
+	@cmake -S . -B build/sanitize -G Ninja -DLONGSPAN_BUILD_TORCH=OFF -DLONGSPAN_BUILD_BENCH=OFF -DLONGSPAN_WERROR=ON -DLONGSPAN_SANITIZE=address,undefined > build/sanitize.log || { cat build/sanitize.log; exit 1; }
+	@ninja -C build/sanitize -j $(JOBS) --quiet
+
+wheel: setup
+	@tools/wheel "$$(tail -n 1 build/.python)"
+
+test: build lint sanitize wheel
+	@tools/test $(BUILD) "$$(tail -n 1 build/.python)"
+
+bench: build
+	@PYTHONPATH=$(BUILD)/python "$$(tail -n 1 build/.python)" bench/run.py $(BUILD)
+
+pictures: build
+	@tools/draw-pictures $(BUILD)/cli/longspan
+
+clean:
+	rm -rf build

@@ -1,0 +1,76 @@
+# Compiler settings and what the machine offers.
+include(GNUInstallDirs)
+
+if(SKBUILD)  # a wheel is built for the interpreter that builds it
+  set(LONGSPAN_PYTHON ${Python_EXECUTABLE})
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo)
+endif()
+
+find_program(LONGSPAN_CCACHE ccache)
+if(LONGSPAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # The precompiled header is checked by content, so these are safe.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+    ${LONGSPAN_CCACHE})
+endif()
+
+# Warnings and sanitizers of our own code.
+add_library(longspan_flags INTERFACE)
+target_compile_options(longspan_flags INTERFACE -Wall -Wextra -Wpedantic)
+if(LONGSPAN_WERROR)
+  target_compile_options(longspan_flags INTERFACE -Werror)
+endif()
+if(LONGSPAN_SANITIZE)
+  string(REPLACE "," ";" LONGSPAN_SANITIZERS "${LONGSPAN_SANITIZE}")
+  foreach(sanitizer IN LISTS LONGSPAN_SANITIZERS)
+    if(NOT sanitizer MATCHES "^(address|undefined|thread)$")
+      message(FATAL_ERROR "LONGSPAN_SANITIZE: '${sanitizer}' is not one of "
+        "address, undefined, thread")
+    endif()
+  endforeach()
+  target_compile_options(longspan_flags INTERFACE
+    -fsanitize=${LONGSPAN_SANITIZE} -fno-sanitize-recover=all
+    -fno-omit-frame-pointer)
+  target_link_options(longspan_flags INTERFACE -fsanitize=${LONGSPAN_SANITIZE})
+endif()
+
+# LibTorch, from the interpreter that has it.
+if(LONGSPAN_BUILD_TORCH)
+  include(LongspanTorch)
+endif()
+
+# CUDA: found or absent without fuss. Nothing here needs it yet; the option is
+# settled now so that kernels can ask LONGSPAN_HAVE_CUDA.
+set(LONGSPAN_HAVE_CUDA OFF)
+if(NOT LONGSPAN_BUILD_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(LONGSPAN_HAVE_CUDA ON)
+  elseif(LONGSPAN_BUILD_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "LONGSPAN_BUILD_CUDA=ON but there is no CUDA compiler")
+  endif()
+endif()
+
+# The command line needs two header-only packages.
+set(LONGSPAN_HAVE_CLI OFF)
+if(NOT LONGSPAN_BUILD_CLI STREQUAL "OFF")
+  find_path(LONGSPAN_CLI11_INCLUDE CLI/CLI.hpp)
+  find_path(LONGSPAN_JSON_INCLUDE nlohmann/json.hpp)
+  if(LONGSPAN_CLI11_INCLUDE AND LONGSPAN_JSON_INCLUDE)
+    set(LONGSPAN_HAVE_CLI ON)
+  elseif(LONGSPAN_BUILD_CLI STREQUAL "ON")
+    message(FATAL_ERROR "LONGSPAN_BUILD_CLI=ON needs CLI11 and nlohmann-json "
+      "(Debian: libcli11-dev nlohmann-json3-dev)")
+  else()
+    message(STATUS "Longspan: no command line (CLI11 or nlohmann-json missing)")
+  endif()
+endif()
