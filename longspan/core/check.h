@@ -1,0 +1,43 @@
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+namespace longspan {
+
+/// A promise of the library itself was broken: a bug, never a caller's mistake.
+class InternalError : public std::logic_error {
+ public:
+  explicit InternalError(const std::string& what)
+      : std::logic_error("longspan bug, please report: " + what) {}
+};
+
+/// Parts of a message, joined without separators.
+template <class... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+/// Throws std::invalid_argument with the joined parts unless the caller kept
+/// its side. A message names who speaks, what came, and the way out.
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (!condition) [[unlikely]] {
+    throw std::invalid_argument(join(parts...));
+  }
+}
+
+/// The same for promises of our own.
+template <class... Parts>
+void promise(bool condition, const Parts&... parts) {
+  if (!condition) [[unlikely]] {
+    throw InternalError(join(parts...));
+  }
+}
+
+}  // namespace longspan

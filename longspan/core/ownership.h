@@ -1,0 +1,117 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "longspan/core/moves.h"
+#include "longspan/core/packing.h"
+#include "longspan/core/token_range.h"
+
+namespace longspan {
+
+/// The ways to cut a stream that have a closed form, and the free one.
+enum class OwnershipKind {
+  contiguous,              ///< one run for each rank
+  head_tail,               ///< chunks r and 2N-1-r of 2N, even causal work
+  per_document_head_tail,  ///< the same inside every document
+  ranges,                  ///< any ranges, uneven shares, empty ranks
+};
+
+std::string_view to_string(OwnershipKind kind);
+
+/// "head-tail" and so on; nothing for an unknown name.
+std::optional<OwnershipKind> ownership_kind(std::string_view name);
+
+/// A stream (for per_document_head_tail: each document) must have a multiple of
+/// this many tokens to be cut over `ranks` ranks: N, 2N, 2N, 1.
+int64_t tokens_multiple(OwnershipKind kind, int ranks);
+
+/// Which rank holds which tokens of a stream, and in what order.
+///
+/// Always true: every token has exactly one owner, and
+/// global_of(owner_of(t), local_of(t)) == t. Local indices of a rank run from
+/// 0 to local_tokens(rank) without gaps.
+///
+/// Only `ranges` stores what each rank holds; the other kinds answer in closed
+/// form, so one value costs O(documents) memory however many ranks there are.
+/// Copies share storage and are cheap.
+class Ownership {
+ public:
+  /// Rank r holds one run of tokens / ranks tokens.
+  static Ownership contiguous(int64_t tokens, int ranks);
+
+  /// Rank r holds one run near the head and the matching one near the tail,
+  /// which evens out causal work.
+  static Ownership head_tail(int64_t tokens, int ranks);
+
+  /// The same inside every slot of a packing (and inside its tail); a rank's
+  /// share keeps the documents in order.
+  static Ownership per_document_head_tail(const Packing& packing, int ranks);
+
+  /// One run for each rank, sizes as given; zero is fine.
+  static Ownership of_sizes(const std::vector<int64_t>& sizes);
+
+  /// Element r lists what rank r holds, in local order. Together they must
+  /// cover [0, tokens) exactly once.
+  static Ownership of_ranges(std::vector<std::vector<TokenRange>> ranges);
+
+  /// A closed-form kind by name; `packing` gives the tokens and the documents.
+  static Ownership of(OwnershipKind kind, const Packing& packing, int ranks);
+
+  OwnershipKind kind() const { return kind_; }
+  int64_t tokens() const { return tokens_; }
+  int ranks() const { return ranks_; }
+
+  int64_t local_tokens(int rank) const;
+
+  /// Number of tokens on lower ranks: where this rank's share starts when all
+  /// shares are concatenated in rank order.
+  int64_t first_of(int rank) const;
+
+  int owner_of(int64_t token) const;
+  int64_t local_of(int64_t token) const;
+  int64_t global_of(int rank, int64_t local) const;
+
+  /// Ranges of a rank in local order; neighbours that touch are joined.
+  std::vector<TokenRange> ranges_of(int rank) const;
+
+  /// The one of those ranges that holds a token, and its rank.
+  struct Holding {
+    int rank;
+    TokenRange range;
+  };
+  Holding holding(int64_t token) const;
+
+  /// From the stream to one rank's share, and to all shares in rank order.
+  Moves to_rank(int rank) const;
+  Moves to_all_ranks() const;
+
+  std::string to_string() const;
+  friend bool operator==(const Ownership& a, const Ownership& b);
+
+ private:
+  struct Place {
+    int rank;
+    int64_t local;
+  };
+  struct Ranges;
+
+  Ownership(OwnershipKind kind, int64_t tokens, int ranks)
+      : kind_(kind), tokens_(tokens), ranks_(ranks) {}
+  Place locate(int64_t token) const;
+  Holding chunk_at(int64_t token) const;
+  TokenRange unit(int64_t document) const;
+  void check_rank(const char* who, int rank) const;
+
+  OwnershipKind kind_;
+  int64_t tokens_;
+  int ranks_;
+  Packing packing_;                            // the two head-tail kinds
+  std::shared_ptr<const Ranges> ranges_data_;  // `ranges` only
+};
+
+}  // namespace longspan

@@ -1,0 +1,71 @@
+#include "longspan/core/tile.h"
+
+#include <algorithm>
+
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+std::vector<Tile> tiles(const Mask& mask,
+                        const std::vector<TokenRange>& queries,
+                        const std::vector<TokenRange>& keys) {
+  std::vector<TokenRange> sorted;
+  const std::vector<TokenRange>* ascending = &keys;
+  const auto is_empty = [](TokenRange range) { return range.empty(); };
+  if (!std::ranges::is_sorted(keys, {}, &TokenRange::begin) ||
+      std::ranges::any_of(keys, is_empty)) {
+    sorted = keys;
+    std::erase_if(sorted, is_empty);
+    std::ranges::sort(sorted, {}, &TokenRange::begin);
+    ascending = &sorted;
+  }
+  std::vector<Tile> visible;
+  for (TokenRange query : queries) {
+    const TokenRange reach = mask.reach(query);
+    if (reach.empty()) continue;
+    auto key = std::ranges::partition_point(
+        *ascending, [&](TokenRange range) { return range.end <= reach.begin; });
+    for (; key != ascending->end() && key->begin < reach.end; ++key) {
+      const Coverage coverage = mask.coverage(query, *key);
+      if (coverage != Coverage::none)
+        visible.push_back({query, *key, coverage});
+    }
+  }
+  return visible;
+}
+
+std::vector<Tile> tiles(const Mask& mask, const Ownership& ownership, int rank,
+                        int owner) {
+  return tiles(mask, ownership.ranges_of(rank), ownership.ranges_of(owner));
+}
+
+std::vector<OwnedTile> tiles_of(const Mask& mask, const Ownership& ownership,
+                                int rank) {
+  check(
+      mask.keys() == ownership.tokens() && mask.queries() == ownership.tokens(),
+      "tiles_of: a mask of ", mask.queries(), " queries and ", mask.keys(),
+      " keys over an ownership of ", ownership.tokens(), " tokens");
+  std::vector<OwnedTile> visible;
+  for (TokenRange query : ownership.ranges_of(rank)) {
+    const TokenRange reach = mask.reach(query);
+    for (int64_t token = reach.begin; token < reach.end;) {
+      const Ownership::Holding held = ownership.holding(token);
+      const Coverage coverage = mask.coverage(query, held.range);
+      if (coverage != Coverage::none) {
+        visible.push_back({held.rank, {query, held.range, coverage}});
+      }
+      token = held.range.end;
+    }
+  }
+  std::ranges::stable_sort(visible, {}, &OwnedTile::owner);
+  return visible;
+}
+
+std::vector<TokenRange> needed_keys(const Mask& mask,
+                                    const std::vector<TokenRange>& queries) {
+  std::vector<TokenRange> needed;
+  for (TokenRange query : queries) needed.push_back(mask.reach(query));
+  return normalized(std::move(needed));
+}
+
+}  // namespace longspan
