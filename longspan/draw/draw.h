@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/core/mask.h"
+#include "longspan/core/ownership.h"
+#include "longspan/core/packing.h"
+#include "longspan/draw/picture.h"
+
+namespace longspan {
+
+/// How much a picture shows before it is reduced.
+///
+/// A stream of more tokens than cells is drawn in cells of several tokens, cut
+/// at the borders of owners and documents while those fit. Of more ranks than
+/// rows, evenly spaced ones are shown. Captions say so. What is shown is exact,
+/// and size and time of a picture do not grow with tokens or ranks.
+struct DrawOptions {
+  int strip_cells = 64;
+  int grid_cells = 64;
+  int rows = 16;
+};
+
+/// The largest inputs that are drawn: pairs are counted in 64 bits.
+inline constexpr int64_t kMostDrawnTokens = int64_t{1} << 31;
+inline constexpr int kMostDrawnRanks = 1 << 20;
+
+/// Throws unless the stream and the ranks are small enough to draw. The
+/// functions below check it; ask first where the input is a stranger's, since
+/// counting pairs of a larger stream overflows in Mask already.
+void check_drawable(const Packing& packing, int ranks);
+
+/// Strips: who owns which token, where documents and pads are.
+Picture draw_ownership(const Ownership& ownership, const Packing& packing,
+                       const DrawOptions& options = {});
+
+/// Query x key: who computes what at which ring step. A compressed mask has no
+/// ring steps, since its keys are no tokens.
+Picture draw_mask(const Mask& mask, const Ownership& ownership,
+                  const DrawOptions& options = {});
+
+/// Rank x ring step: how many pairs. Not for compressed masks.
+Picture draw_steps(const Mask& mask, const Ownership& ownership,
+                   const DrawOptions& options = {});
+
+/// Bars: visible pairs of each rank.
+Picture draw_work(const Mask& mask, const Ownership& ownership,
+                  const DrawOptions& options = {});
+
+/// All of it, stacked.
+Picture draw(const Mask& mask, const Ownership& ownership,
+             const DrawOptions& options = {});
+
+/// Two ways to own one stream side by side: stream, mask and work of each.
+Picture draw_comparison(const Mask& mask, const Ownership& left,
+                        const Ownership& right,
+                        const DrawOptions& options = {});
+
+}  // namespace longspan

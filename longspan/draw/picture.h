@@ -1,0 +1,152 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "longspan/core/mask.h"
+#include "longspan/core/tile.h"
+#include "longspan/core/token_range.h"
+
+namespace longspan {
+
+/// Stand-ins for a rank or a step in a drawn cell.
+inline constexpr int kNoRank = -1;     ///< nobody, or not a matter of ranks
+inline constexpr int kManyRanks = -2;  ///< a cell whose tokens have many owners
+inline constexpr int kNoStep = -1;
+
+/// Whether a cell holds real tokens only, both, or pads only.
+enum class Pads { none, some, all };
+
+/// A run of tokens drawn as one cell: a single token when the stream is small.
+/// In the strip of one rank, `held` counts the tokens of the cell on that rank
+/// and `rank` is kNoRank where it is 0.
+struct StripCell {
+  TokenRange tokens;
+  int rank = kNoRank;
+  int64_t held = 0;
+  Pads pads = Pads::none;
+  friend bool operator==(const StripCell&, const StripCell&) = default;
+};
+
+/// Cells that cover a stream from its first token to its last, once each.
+struct Strip {
+  std::string label;
+  std::string note;
+  std::vector<StripCell> cells;
+};
+
+/// A document's slot; the first `length` tokens of it are real.
+struct DocumentMark {
+  int64_t document = 0;
+  TokenRange slot;
+  int64_t length = 0;
+};
+
+/// Who owns which token: the stream first, then one strip for each shown rank.
+/// All strips have the same cells.
+struct Strips {
+  std::string heading;
+  std::string caption;
+  int64_t tokens = 0;
+  std::vector<Strip> strips;
+  std::vector<DocumentMark> documents;  ///< empty when too many to draw
+};
+
+/// Query cell x key cell: what is visible, who computes it and at which ring
+/// step. `step` is kNoStep where the keys have many owners or none.
+struct MaskCell {
+  Coverage coverage = Coverage::none;
+  int rank = kNoRank;
+  int step = kNoStep;
+};
+
+/// A tile with the rank that computes it and the ring step it does so at.
+struct StepTile {
+  int rank = 0;
+  int step = 0;
+  int owner = 0;
+  Tile tile;
+};
+
+/// Queries downwards, keys to the right.
+struct MaskGrid {
+  std::string heading;
+  std::string caption;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  std::vector<StripCell> query_cells;
+  std::vector<StripCell> key_cells;
+  std::vector<MaskCell> cells;         ///< row by row, one row a query cell
+  std::vector<StepTile> tiles;         ///< all of tiles_of, or none at all
+  std::vector<int64_t> query_borders;  ///< where documents meet
+  std::vector<int64_t> key_borders;
+
+  const MaskCell& at(std::size_t query, std::size_t key) const {
+    return cells[query * key_cells.size() + key];
+  }
+};
+
+/// What one rank does at one ring step.
+struct StepCell {
+  int step = 0;
+  int owner = 0;
+  int64_t pairs = 0;
+  int64_t full_tiles = 0;    ///< Coverage::all
+  int64_t masked_tiles = 0;  ///< Coverage::some
+};
+
+struct StepRow {
+  int rank = 0;
+  std::vector<StepCell> cells;
+};
+
+/// Shown ranks downwards, shown steps to the right.
+struct StepTable {
+  std::string heading;
+  std::string caption;
+  std::vector<StepRow> rows;
+  int64_t most_pairs = 0;  ///< the largest cell
+};
+
+struct WorkBar {
+  int rank = 0;
+  int64_t tokens = 0;
+  int64_t pairs = 0;
+};
+
+/// Visible pairs of each shown rank; a bar of `scale` pairs is full length.
+struct WorkBars {
+  std::string heading;
+  std::string caption;
+  std::vector<WorkBar> bars;
+  double mean = 0;
+  int64_t scale = 0;
+};
+
+using Panel = std::variant<Strips, MaskGrid, StepTable, WorkBars>;
+using PanelColumn = std::vector<Panel>;
+
+/// What is drawn, before anyone decides how: rows of columns of panels. to_svg
+/// and to_text say the same thing because they read the same value.
+struct Picture {
+  std::string title;
+  std::string description;
+  std::vector<std::vector<PanelColumn>> rows;
+};
+
+/// All panels in reading order.
+std::vector<const Panel*> panels_of(const Picture& picture);
+
+/// Two pictures as two columns under one title, their bars to one scale.
+Picture beside(const Picture& left, const Picture& right);
+
+/// "904", "12345", then three digits: "24.4M", "1.22T".
+std::string short_count(int64_t count);
+
+/// Text cut into lines of at most `columns` letters at spaces.
+std::vector<std::string> wrapped(std::string_view text, std::size_t columns);
+
+}  // namespace longspan
