@@ -1,0 +1,500 @@
+"""The `longspan` program, called as a shell calls it.
+
+LONGSPAN_CLI names the program; without it these tests skip.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+PROGRAM = os.environ.get("LONGSPAN_CLI", "")
+pytestmark = pytest.mark.skipif(
+    not os.access(PROGRAM, os.X_OK),
+    reason=f"LONGSPAN_CLI is {PROGRAM!r}; expected the path of the longspan program",
+)
+
+STREAM = ["--tokens", "64", "--ranks", "4"]
+LAYOUTS = ["contiguous", "head-tail", "per-document-head-tail"]
+
+
+def call(*arguments, **options):
+    return subprocess.run(
+        [PROGRAM, *arguments], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def answer(*arguments):
+    """What a call that must succeed prints."""
+    done = call(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# ---- Refusals: (name, arguments, the whole sentence).
+
+REFUSED = [
+    (
+        "no stream",
+        ["--ranks", "4"],
+        "no stream came; expected --tokens 64 or --documents 5,3/8,0/4",
+    ),
+    ("no ranks", ["--tokens", "64"], "--ranks is missing; expected the number of ranks, such as 4"),
+    (
+        "both streams",
+        [*STREAM, "--documents", "5"],
+        "--tokens and --documents both came; expected one of them",
+    ),
+    (
+        "tokens not a number",
+        ["--tokens", "many", "--ranks", "4"],
+        "--tokens is 'many'; expected a whole number",
+    ),
+    (
+        "tokens a fraction",
+        ["--tokens", "6.5", "--ranks", "4"],
+        "--tokens is '6.5'; expected a whole number",
+    ),
+    (
+        "tokens with a rest",
+        ["--tokens", "64k", "--ranks", "4"],
+        "--tokens is '64k'; expected a whole number",
+    ),
+    (
+        "tokens with a space",
+        ["--tokens", " 64", "--ranks", "4"],
+        "--tokens is ' 64'; expected a whole number",
+    ),
+    (
+        "tokens empty",
+        ["--tokens", "", "--ranks", "4"],
+        "--tokens is empty; expected a whole number",
+    ),
+    (
+        "tokens without value",
+        ["--tokens=", "--ranks", "4"],
+        "'--tokens=' has no value; write one after it",
+    ),
+    (
+        "tokens negative",
+        ["--tokens", "-5", "--ranks", "4"],
+        "--tokens is '-5'; expected at least 0",
+    ),
+    (
+        "tokens very negative",
+        ["--tokens", "-99999999999999999999", "--ranks", "4"],
+        "--tokens is '-99999999999999999999'; expected at least 0",
+    ),
+    (
+        "tokens huge",
+        ["--tokens", "2147483649", "--ranks", "4"],
+        "--tokens is '2147483649'; expected at most 2147483648",
+    ),
+    (
+        "tokens past 64 bits",
+        ["--tokens", "99999999999999999999", "--ranks", "4"],
+        "--tokens is '99999999999999999999'; expected at most 2147483648",
+    ),
+    (
+        "tokens endless",
+        ["--tokens", "9" * 500, "--ranks", "4"],
+        f"--tokens is '{'9' * 40}...'; expected at most 2147483648",
+    ),
+    ("tokens twice", [*STREAM, "--tokens", "32"], "--tokens came 2 times; expected it once"),
+    (
+        "pad three times",
+        [*STREAM, "--pad", "--pad", "--pad"],
+        "--pad came 3 times; expected it once",
+    ),
+    (
+        "tokens do not split",
+        ["--tokens", "66", "--ranks", "4"],
+        "Ownership: 66 tokens do not split over 4 ranks in 2 equal parts each; "
+        "pad to 72 (--pad does it)",
+    ),
+    (
+        "tokens do not split in one",
+        ["--tokens", "66", "--ranks", "4", "--layout", "contiguous"],
+        "Ownership: 66 tokens do not split over 4 ranks in equal parts; pad to 68 (--pad does it)",
+    ),
+    (
+        "document does not split",
+        ["--documents", "8,5", "--ranks", "2", "--layout", "per-document-head-tail"],
+        "Ownership: document 1 has a slot of 5 tokens, which does not split over 2 ranks "
+        "in 2 equal parts each; pad it to 8 (--pad does it)",
+    ),
+    (
+        "padded too far",
+        ["--tokens", "2147483648", "--ranks", "3", "--pad"],
+        "draw: a stream of 2147483652 tokens; pictures go up to 2147483648",
+    ),
+    ("ranks zero", ["--tokens", "64", "--ranks", "0"], "--ranks is '0'; expected at least 1"),
+    ("ranks negative", ["--tokens", "64", "--ranks", "-4"], "--ranks is '-4'; expected at least 1"),
+    (
+        "ranks huge",
+        ["--tokens", "64", "--ranks", "1048577"],
+        "--ranks is '1048577'; expected at most 1048576",
+    ),
+    (
+        "layout unknown",
+        [*STREAM, "--layout", "zigzag"],
+        "--layout is 'zigzag'; expected contiguous, head-tail, per-document-head-tail or uneven",
+    ),
+    (
+        "layout of the library",
+        [*STREAM, "--layout", "ranges"],
+        "--layout is 'ranges'; expected contiguous, head-tail, per-document-head-tail or uneven",
+    ),
+    (
+        "compare unknown",
+        [*STREAM, "--compare", ""],
+        "--compare is ''; expected contiguous, head-tail, per-document-head-tail or uneven",
+    ),
+    (
+        "compare and show",
+        [*STREAM, "--compare", "contiguous", "--show", "work"],
+        "--compare shows everything; leave --show out",
+    ),
+    (
+        "uneven without sizes",
+        [*STREAM, "--layout", "uneven"],
+        "an uneven layout needs --sizes, such as --sizes 10,0,6",
+    ),
+    ("sizes without uneven", [*STREAM, "--sizes", "32,32"], "--sizes goes with --layout uneven"),
+    (
+        "sizes empty",
+        ["--layout", "uneven", "--sizes", ""],
+        "--sizes is empty; expected a list such as 10,0,6",
+    ),
+    (
+        "sizes with a hole",
+        ["--layout", "uneven", "--sizes", "10,,6"],
+        "--sizes has an empty entry in '10,,6'; expected a list such as 10,0,6",
+    ),
+    (
+        "sizes not numbers",
+        ["--layout", "uneven", "--sizes", "10,x"],
+        "--sizes entry 1 is 'x'; expected a whole number",
+    ),
+    (
+        "sizes negative",
+        ["--layout", "uneven", "--sizes", "10,-1"],
+        "--sizes entry 1 is '-1'; expected at least 0",
+    ),
+    (
+        "sizes too short",
+        ["--layout", "uneven", "--sizes", "3,0,5", "--tokens", "9"],
+        "--sizes add up to 8 but the stream has 9 tokens; change one",
+    ),
+    (
+        "sizes too long",
+        ["--layout", "uneven", "--sizes", "3,0,5", "--tokens", "7"],
+        "--sizes add up to 8 but the stream has 7 tokens; change one, or --pad the stream",
+    ),
+    (
+        "sizes of other ranks",
+        ["--layout", "uneven", "--sizes", "3,0,5", "--ranks", "2"],
+        "--ranks is 2 but --sizes has 3 entries; expected as many",
+    ),
+    (
+        "sizes past the limit",
+        ["--layout", "uneven", "--sizes", "2147483648,2147483648"],
+        "draw: a stream of 4294967296 tokens; pictures go up to 2147483648",
+    ),
+    (
+        "documents empty",
+        ["--documents", "", "--ranks", "2"],
+        "--documents is empty; expected a list such as 5,3/8,0/4",
+    ),
+    (
+        "documents end in a comma",
+        ["--documents", "5,", "--ranks", "2"],
+        "--documents has an empty entry in '5,'; expected a list such as 5,3/8,0/4",
+    ),
+    (
+        "documents with three numbers",
+        ["--documents", "5/6/7", "--ranks", "2"],
+        "--documents entry 0 is '5/6/7'; expected length or length/slot",
+    ),
+    (
+        "documents without slot",
+        ["--documents", "4,5/", "--ranks", "2"],
+        "--documents entry 1 is empty; expected a whole number",
+    ),
+    (
+        "documents longer than slot",
+        ["--documents", "5/3", "--ranks", "1"],
+        "Packing: document 0 has 5 tokens but a slot of 3; "
+        "the padded length must be at least the length",
+    ),
+    (
+        "documents past the limit",
+        ["--documents", "2147483648,2147483648", "--ranks", "2"],
+        "draw: a stream of 4294967296 tokens; pictures go up to 2147483648",
+    ),
+    (
+        "mask unknown",
+        [*STREAM, "--mask", "diagonal"],
+        "--mask is 'diagonal'; expected causal, full, sliding or compressed",
+    ),
+    (
+        "sliding without window",
+        [*STREAM, "--mask", "sliding"],
+        "--mask sliding needs --window, such as --window 4",
+    ),
+    (
+        "window without sliding",
+        [*STREAM, "--window", "4"],
+        "--window goes with --mask sliding, not causal",
+    ),
+    (
+        "window zero",
+        [*STREAM, "--mask", "sliding", "--window", "0"],
+        "--window is '0'; expected at least 1",
+    ),
+    (
+        "compressed without ratio",
+        [*STREAM, "--mask", "compressed"],
+        "--mask compressed needs --ratio, such as --ratio 4",
+    ),
+    (
+        "ratio without compressed",
+        [*STREAM, "--ratio", "4"],
+        "--ratio goes with --mask compressed, not causal",
+    ),
+    (
+        "ratio not a number",
+        [*STREAM, "--mask", "compressed", "--ratio", "4:1"],
+        "--ratio is '4:1'; expected a whole number",
+    ),
+    (
+        "prefix empty",
+        [*STREAM, "--prefix", ""],
+        "--prefix is empty; expected a list such as 10,0,6",
+    ),
+    ("prefix too many", [*STREAM, "--prefix", "1,2"], "Mask: 2 prefix lengths for 1 documents"),
+    (
+        "prefix too long",
+        [*STREAM, "--prefix", "65"],
+        "Mask: a prefix of 65 tokens in document 0 of 64",
+    ),
+    (
+        "steps of a compressed mask",
+        [*STREAM, "--mask", "compressed", "--ratio", "4", "--show", "steps"],
+        "draw_steps: a compressed mask has no ring steps, its keys are no tokens; "
+        "draw the mask and the work",
+    ),
+    (
+        "show unknown",
+        [*STREAM, "--show", "nothing"],
+        "--show is 'nothing'; expected all, ownership, mask, steps or work",
+    ),
+    (
+        "format unknown",
+        [*STREAM, "--format", "png"],
+        "--format is 'png'; expected svg, text or json",
+    ),
+    (
+        "file of no format",
+        [*STREAM, "-o", "picture.png"],
+        "cannot tell a format from 'picture.png'; name it .svg, .txt or .json, or say --format",
+    ),
+    (
+        "ascii picture",
+        [*STREAM, "--format", "svg", "--ascii"],
+        "--ascii goes with text; leave it out or say --format text",
+    ),
+    (
+        "coloured json",
+        [*STREAM, "--format", "json", "--color"],
+        "--color goes with text; leave it out or say --format text",
+    ),
+    (
+        "flag unknown",
+        [*STREAM, "--colour"],
+        "The following argument was not expected: --colour; see longspan draw --help",
+    ),
+    (
+        "argument unknown",
+        [*STREAM, "extra"],
+        "The following argument was not expected: extra; see longspan draw --help",
+    ),
+    (
+        "value missing",
+        ["--ranks", "4", "--tokens"],
+        "--tokens: 1 required N missing; see longspan draw --help",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [pytest.param(arguments, sentence, id=name) for name, arguments, sentence in REFUSED],
+)
+def test_a_bad_argument_gets_a_sentence(arguments, sentence, tmp_path):
+    done = call("draw", *arguments, cwd=tmp_path)
+    assert done.stderr == f"longspan draw: {sentence}\n"
+    assert done.stdout == ""
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "longspan: no command came; try longspan draw --help"),
+        (
+            ["paint"],
+            "longspan: The following argument was not expected: paint; see longspan --help",
+        ),
+        (
+            ["info", "x"],
+            "longspan info: The following argument was not expected: x; see longspan info --help",
+        ),
+    ],
+)
+def test_a_bad_command_gets_a_sentence(arguments, sentence):
+    done = call(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence + "\n")
+
+
+# ---- The outside world.
+
+
+def test_a_file_that_cannot_be_written_is_a_failure(tmp_path):
+    path = tmp_path / "no" / "x.svg"
+    done = call("draw", *STREAM, "-o", str(path))
+    assert done.stderr == f"longspan draw: cannot write '{path}': No such file or directory\n"
+    assert done.returncode == 1
+
+
+def test_a_folder_cannot_be_written(tmp_path):
+    done = call("draw", *STREAM, "--format", "svg", "-o", str(tmp_path))
+    assert done.stderr == f"longspan draw: cannot write '{tmp_path}': Is a directory\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", [["draw", *STREAM], ["info"], ["info", "--json"]])
+def test_a_full_disk_is_a_failure(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([PROGRAM, *command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"longspan {command[0]}: cannot write to standard output\n"
+
+
+# ---- What is drawn.
+
+
+def panels(*arguments):
+    return {
+        panel["kind"]: panel
+        for panel in json.loads(answer("draw", *arguments, "--format", "json"))["panels"]
+    }
+
+
+def test_json_counts_the_work():
+    work = panels(*STREAM, "--layout", "contiguous")["work"]
+    assert [rank["pairs"] for rank in work["ranks"]] == [136, 392, 648, 904]
+    work = panels(*STREAM, "--layout", "head-tail")["work"]
+    assert [rank["pairs"] for rank in work["ranks"]] == [520] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_json_names_every_owner_once(layout):
+    owners = panels(*STREAM, "--layout", layout)["ownership"]
+    stream = owners["strips"][0]["cells"]
+    assert [cell["tokens"] for cell in stream] == [[t, t + 1] for t in range(64)]
+    for rank, strip in enumerate(owners["strips"][1:]):
+        held = [cell["tokens"][0] for cell in strip["cells"] if cell["rank"] == rank]
+        assert held == [t for t in range(64) if stream[t]["rank"] == rank]
+        assert len(held) == 16
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ["--mask", "causal"],
+        ["--mask", "full"],
+        ["--mask", "sliding", "--window", "5"],
+        ["--mask", "compressed", "--ratio", "4"],
+        ["--mask", "causal", "--prefix", "3,0,8"],
+    ],
+)
+def test_every_layout_and_mask_is_drawn(layout, mask, tmp_path):
+    arguments = ["--documents", "5/8,0/4,12", "--ranks", "2", "--layout", layout, "--pad", *mask]
+    for name in ("x.svg", "x.txt", "x.json"):
+        assert answer("draw", *arguments, "-o", str(tmp_path / name)) == ""
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+    assert json.loads((tmp_path / "x.json").read_text())["panels"]
+    assert (tmp_path / "x.txt").read_text() == answer("draw", *arguments)
+
+
+def test_pad_rounds_up():
+    even = answer("draw", "--tokens", "66", "--ranks", "4", "--pad")
+    assert even.startswith("72 tokens over 4 ranks")
+    uneven = answer("draw", "--layout", "uneven", "--sizes", "10,0,6", "--tokens", "13", "--pad")
+    assert uneven.startswith("16 tokens over 3 ranks, uneven")
+
+
+def test_uneven_needs_only_its_sizes():
+    work = panels("--layout", "uneven", "--sizes", "3,0,1")["work"]
+    assert [rank["tokens"] for rank in work["ranks"]] == [3, 0, 1]
+
+
+def test_two_layouts_are_drawn_beside_each_other():
+    text = answer("draw", *STREAM, "--layout", "contiguous", "--compare", "head-tail")
+    assert text.splitlines()[0] == "64 tokens over 4 ranks, causal: contiguous and head-tail"
+    assert "904" in text and "520" in text
+
+
+@pytest.mark.parametrize("show", ["ownership", "mask", "steps", "work"])
+def test_one_panel_alone(show):
+    assert list(panels(*STREAM, "--show", show)) == [show]
+
+
+def test_text_is_plain_unless_asked():
+    text = answer("draw", *STREAM)
+    assert "\x1b" not in text
+    assert "\x1b[" in answer("draw", *STREAM, "--color")
+    assert answer("draw", *STREAM, "--ascii").isascii()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_largest_stream_is_drawn_in_time(tmp_path):
+    path = tmp_path / "x.svg"
+    answer("draw", "--tokens", "100000000", "--ranks", "4096", "--pad", "-o", str(path))
+    assert path.stat().st_size < 200_000
+    answer("draw", "--tokens", "2147483648", "--ranks", "1048576", "-o", str(path))
+    assert path.stat().st_size < 200_000
+
+
+@pytest.mark.parametrize("arguments", [["0", "1"], ["0", "3"], ["1", "1"], ["2", "2"]])
+def test_trivial_streams_are_drawn(arguments, tmp_path):
+    tokens, ranks = arguments
+    path = tmp_path / "x.svg"
+    answer("draw", "--tokens", tokens, "--ranks", ranks, "--layout", "contiguous", "-o", str(path))
+    ElementTree.parse(path)
+
+
+# ---- Facts.
+
+
+def test_version_and_help():
+    assert answer("--version").startswith("longspan ")
+    assert "draw" in answer("--help")
+    assert "--tokens" in answer("draw", "--help")
+
+
+def test_info_says_the_same_in_json():
+    facts = json.loads(answer("info", "--json"))
+    assert facts["version"] == answer("--version").split()[1]
+    assert facts["cxx_standard"] >= 20
+    text = answer("info")
+    assert facts["compiler"] in text
+    for name in facts["instruction_sets"]:
+        assert name in text
