@@ -42,8 +42,18 @@ if(LONGSPAN_SANITIZE)
   target_link_options(longspan_flags INTERFACE -fsanitize=${LONGSPAN_SANITIZE})
 endif()
 
-# LibTorch, from the interpreter that has it.
+# LibTorch, from the interpreter that has it. It brings a shared libstdc++, and
+# a second, static copy in our libraries would crash on the first exception.
 if(LONGSPAN_BUILD_TORCH)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    execute_process(
+      COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so
+      OUTPUT_VARIABLE shared_libstdcxx OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(NOT IS_ABSOLUTE "${shared_libstdcxx}")
+      message(FATAL_ERROR "Longspan: ${CMAKE_CXX_COMPILER} has no shared "
+        "libstdc++, which code beside torch needs; set CXX to another compiler")
+    endif()
+  endif()
   include(LongspanTorch)
 endif()
 

@@ -102,6 +102,8 @@ Mask::Mask(const Packing& packing, Band band, int64_t ratio)
       ratio_(ratio),
       hidden_(std::make_shared<const std::vector<TokenRange>>()),
       groups_(hidden_) {
+  check(packing.tokens() <= kMostTokens, "Mask: ", packing.tokens(),
+        " tokens; pairs are counted in 64 bits, so at most ", kMostTokens);
   rebuild();
 }
 

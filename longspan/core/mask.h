@@ -46,6 +46,9 @@ enum class Coverage { none, some, all };
 /// Copies share storage and are cheap.
 class Mask {
  public:
+  /// The longest stream whose pairs 64 bits count.
+  static constexpr int64_t kMostTokens = 3'000'000'000;
+
   /// Keys up to and including the query.
   static Mask causal(const Packing& packing);
 

@@ -564,6 +564,10 @@ const Mask kCausal = Mask::causal(kEight);
 const Mask kCompressed = Mask::compressed(kEight, 4);
 
 const std::vector<Refusal> kRefused{
+    {"MoreTokensThanPairsCanCount",
+     [] { Mask::causal(Packing::single(Mask::kMostTokens + 1)); },
+     "Mask: 3000000001 tokens; pairs are counted in 64 bits, so at "
+     "most 3000000000"},
     {"EmptyWindow", [] { Mask::sliding(kEight, 0); },
      "Mask: a sliding window of 0 keys; expected at least 1 (the query "
      "itself)"},

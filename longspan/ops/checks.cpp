@@ -1,0 +1,46 @@
+#include "longspan/ops/checks.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+namespace longspan {
+
+std::string shape_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    text << (i == 0 ? "" : ", ") << tensor.sym_size(i);
+  }
+  text << ']';
+  return text.str();
+}
+
+std::string describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "no tensor";
+  // The names that Python prints: Long is int64, Half is float16, ...
+  const auto names = c10::getDtypeNames(tensor.scalar_type());
+  return std::string(names.first) + " " + shape_of(tensor);
+}
+
+bool fits(const at::Scalar& value, at::ScalarType dtype) {
+  if (value.isBoolean() || value.equal(0) || value.equal(1)) return true;
+  if (value.isComplex()) return at::isComplexType(dtype);
+  if (value.isIntegral(/*includeBool=*/true) && dtype == at::kLong) return true;
+  try {
+    const double held = at::scalar_tensor(value, at::TensorOptions(dtype))
+                            .to(at::kDouble)
+                            .item<double>();
+    const double asked = value.toDouble();
+    return at::isIntegralType(dtype, /*includeBool=*/true)
+               ? held == asked
+               : std::isfinite(held) == std::isfinite(asked);
+  } catch (const std::exception&) {  // torch found it out of range
+    return false;
+  }
+}
+
+}  // namespace longspan

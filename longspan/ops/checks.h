@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
+
+#include <string>
+
+namespace longspan {
+
+/// "int64 [2, 8]": what came, for messages.
+std::string describe(const at::Tensor& tensor);
+
+/// "[2, 8]".
+std::string shape_of(const at::Tensor& tensor);
+
+/// Whether tensors of a type can hold a number as it is: not -100 in uint8, nor
+/// 0.5 in int64. Floating point may round.
+bool fits(const at::Scalar& value, at::ScalarType dtype);
+
+}  // namespace longspan
