@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+
+#include "longspan/batch/layout.h"
+#include "longspan/core/mask.h"
+#include "longspan/core/packing.h"
+
+namespace longspan {
+
+/// Tensors made from plain values. Without `tokens` they cover the whole
+/// stream; with it, those tokens in that order (a rank's share).
+at::Tensor padding_mask(const Packing& packing);
+at::Tensor padding_mask(const Packing& packing,
+                        const std::vector<TokenRange>& tokens);
+at::Tensor position_ids(const Packing& packing);
+at::Tensor position_ids(const Packing& packing,
+                        const std::vector<TokenRange>& tokens);
+at::Tensor document_ids(const Packing& packing);
+at::Tensor document_ids(const Packing& packing,
+                        const std::vector<TokenRange>& tokens);
+
+/// int32 [documents + 1]; an error where a total does not fit.
+at::Tensor cumulative_lengths(const Packing& packing);
+at::Tensor cumulative_padded_lengths(const Packing& packing);
+
+/// Per query the half-open window of its keys, [begin, end), int32 unless the
+/// stream is longer than 2^31 - 1 tokens; [0, 0) for queries that see nothing.
+struct KeyWindows {
+  at::Tensor begin;
+  at::Tensor end;
+};
+KeyWindows key_windows(const Mask& mask);
+KeyWindows key_windows(const Mask& mask, const std::vector<TokenRange>& tokens);
+
+}  // namespace longspan

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "longspan/batch/layout.h"
+#include "longspan/batch/row_batch.h"
+
+namespace longspan {
+
+/// Rows or one stream of documents, with pads where the layout wants them.
+///
+/// Nothing is copied: `source` still holds the tensors as loaded, and
+/// `placement` says where each token will stand. tensor(key) makes one
+/// of them; shard() moves straight from the source to a rank's share.
+struct PackedBatch {
+  RowBatch source;
+  Form form = Form::stream;
+  std::vector<Packing> packings;  ///< as in Layout
+  Moves placement;                ///< as in Layout
+
+  /// Tokens of a padded row, or of the stream.
+  int64_t tokens() const { return placement.target_tokens(); }
+
+  /// One per-token tensor, packed and padded: [T, ...] or [B, S', ...].
+  at::Tensor tensor(std::string_view key) const;
+};
+
+/// What padding rounds up.
+struct PadTo {
+  int64_t slot_multiple = 1;   ///< every document of a stream
+  int64_t total_multiple = 1;  ///< the stream, or every row
+};
+
+/// Lays the documents of all rows end to end (stream), or leaves rows as they
+/// are. Real tokens keep their order. A document brings its slot along; pads
+/// around the documents of an attention or padding mask stay behind.
+PackedBatch pack(RowBatch batch, Form form);
+
+/// Lengthens a batch; what earlier padding added stays.
+PackedBatch pad(const PackedBatch& batch, const PadTo& to);
+
+/// What an ownership kind needs over `ranks` ranks, where shares must also be
+/// a multiple of `share` tokens.
+PadTo padding_for(OwnershipKind kind, Form form, int ranks, int64_t share = 1);
+
+/// A per-token tensor as one axis of tokens: itself and its token axis for
+/// rows; rows and tokens merged for a stream.
+struct TokenView {
+  at::Tensor tensor;
+  int64_t axis;
+};
+TokenView token_view(const TokenTensor& row, const at::Tensor& tensor,
+                     Form form);
+
+/// Right padding along one axis; the argument itself when count <= 0.
+at::Tensor pad_tokens(const at::Tensor& tensor, int64_t axis, int64_t count,
+                      const at::Scalar& value);
+
+/// The same with last + 1, last + 2, ... as values.
+at::Tensor continue_positions(const at::Tensor& positions, int64_t axis,
+                              int64_t count);
+
+}  // namespace longspan

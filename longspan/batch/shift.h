@@ -1,0 +1,21 @@
+#pragma once
+
+#include <string>
+
+#include "longspan/batch/row_batch.h"
+
+namespace longspan {
+
+/// Where a shift stops: at the end of a row, or already at the end of each
+/// document's slot.
+enum class Border { row, document };
+
+/// Adds the tensor `as` (or replaces it), in which every token holds what
+/// `key` holds `steps` tokens further on, and the fill value of `key` where
+/// there is nothing. Done on loaded rows, so that next-token labels and
+/// multi-token prediction are right at the borders of shards.
+RowBatch shift_left(const RowBatch& batch, const std::string& key,
+                    const std::string& as, int64_t steps = 1,
+                    Border border = Border::row);
+
+}  // namespace longspan
