@@ -1,0 +1,308 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+#include "longspan/batch/derive.h"
+#include "longspan/batch/layout.h"
+#include "longspan/batch/pack.h"
+#include "longspan/batch/reference.h"
+#include "longspan/batch/row_batch.h"
+#include "longspan/batch/shard.h"
+#include "longspan/batch/shift.h"
+#include "longspan/core/check.h"
+#include "longspan/ops/move_tokens.h"
+#include "python/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace longspan::python {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+Form form_named(const std::string& name) {
+  check(name == "rows" || name == "stream", "form: '", name,
+        "' is not one of rows, stream");
+  return name == "rows" ? Form::rows : Form::stream;
+}
+
+std::string name_of(Form form) {
+  return form == Form::rows ? "rows" : "stream";
+}
+
+/// A Python number; bool before int, because True is an int too.
+at::Scalar scalar_of(const py::handle& value, const char* who) {
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) {
+    const int64_t number = PyLong_AsLongLong(value.ptr());
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return number;
+  }
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  throw std::invalid_argument(
+      join(who, ": expected a number, got ",
+           py::str(py::type::handle_of(value).attr("__name__"))
+               .cast<std::string>()));
+}
+
+Rule rule_of(bool strict) {
+  return strict ? Rule::reference : Rule::corrected;
+}
+
+void bind_table(py::module_& m) {
+  py::class_<TokenTensor>(m, "TokenTensor",
+                          "A tensor with one entry for each token.")
+      .def_readonly("key", &TokenTensor::key)
+      .def_readonly("axis", &TokenTensor::axis)
+      .def_property_readonly("fill",
+                             [](const TokenTensor& row) -> py::object {
+                               if (row.fill.kind == Fill::Kind::counting) {
+                                 return py::str("counting");
+                               }
+                               const at::Scalar value = row.fill.value;
+                               if (value.isBoolean())
+                                 return py::bool_(value.toBool());
+                               if (value.isFloatingPoint())
+                                 return py::float_(value.toDouble());
+                               return py::int_(value.toLong());
+                             })
+      .def("__repr__", [](const TokenTensor& row) {
+        return join("TokenTensor(", row.key, ", axis ", row.axis, ")");
+      });
+  py::class_<TokenTable>(m, "TokenTable",
+                         "Per-token tensors with their axis and pad value.")
+      .def(py::init(&TokenTable::standard))
+      .def(
+          "with_tensor",
+          [](const TokenTable& table, std::string key, int64_t axis,
+             const py::object& fill) {
+            TokenTensor row{.key = std::move(key), .axis = axis, .fill = {}};
+            if (py::isinstance<py::str>(fill)) {
+              check(fill.cast<std::string>() == "counting",
+                    "TokenTable: fill is a number or 'counting'");
+              row.fill = Fill::counting();
+            } else {
+              row.fill.value = scalar_of(fill, "TokenTable");
+            }
+            return table.with(std::move(row));
+          },
+          py::arg("key"), py::kw_only(), py::arg("axis") = 1,
+          py::arg("fill") = 0)
+      .def_property_readonly("rows", &TokenTable::rows);
+}
+
+void bind_layout(py::module_& m) {
+  py::class_<Layout>(m, "Layout",
+                     "How one rank's tensors lie in the batch as loaded.")
+      .def_property_readonly(
+          "form", [](const Layout& layout) { return name_of(layout.form); })
+      .def_readonly("rows", &Layout::rows)
+      .def_readonly("length", &Layout::length)
+      .def_readonly("packings", &Layout::packings)
+      .def_readonly("ownership", &Layout::ownership)
+      .def_readonly("rank", &Layout::rank)
+      .def_property_readonly("ranks", &Layout::ranks)
+      .def_property_readonly("local_tokens", &Layout::local_tokens)
+      .def_property_readonly("axis", &Layout::axis)
+      .def("global_tokens", &Layout::global_tokens)
+      .def("__repr__", &Layout::to_string);
+}
+
+void bind_batches(py::module_& m) {
+  py::class_<RowBatch>(m, "RowBatch", "Rows as loaded, understood.")
+      .def_readonly("rows", &RowBatch::rows)
+      .def_readonly("length", &RowBatch::length)
+      .def_property_readonly(
+          "documents",
+          [](const RowBatch& batch) {
+            std::vector<std::tuple<int64_t, TokenRange, TokenRange>> list;
+            for (const RowDocument& document : batch.documents) {
+              list.emplace_back(document.row, document.real, document.slot);
+            }
+            return list;
+          })
+      .def_readonly("tokens", &RowBatch::tokens)
+      .def_readonly("payload", &RowBatch::payload);
+  py::class_<PackedBatch>(m, "PackedBatch",
+                          "One stream of documents, or padded rows.")
+      .def_property_readonly(
+          "form", [](const PackedBatch& batch) { return name_of(batch.form); })
+      .def_readonly("source", &PackedBatch::source)
+      .def_readonly("packings", &PackedBatch::packings)
+      .def_property_readonly("tokens", &PackedBatch::tokens)
+      .def("tensor", &PackedBatch::tensor, py::arg("key"))
+      .def("__getitem__", &PackedBatch::tensor)
+      .def("__repr__", [](const PackedBatch& batch) {
+        return join(
+            "PackedBatch(", name_of(batch.form), ", ", batch.tokens(),
+            batch.form == Form::rows ? " tokens in each row)" : " tokens)");
+      });
+  py::class_<LocalBatch>(m, "LocalBatch", "One rank's share of a batch.")
+      .def_readonly("tokens", &LocalBatch::tokens)
+      .def_readonly("payload", &LocalBatch::payload)
+      .def_readonly("layout", &LocalBatch::layout);
+
+  m.def(
+      "read_rows",
+      [](const NamedTensors& batch, const TokenTable& table, int64_t sentinel,
+         std::vector<std::string> pass_through) {
+        return read_rows(batch, {.table = table,
+                                 .sentinel = sentinel,
+                                 .pass_through = std::move(pass_through)});
+      },
+      py::arg("batch"), py::arg("table"), py::arg("sentinel"),
+      py::arg("pass_through"), NoGil());
+  m.def("chunks", &chunks, py::arg("batch"), py::arg("count"));
+  m.def(
+      "shift_left",
+      [](const RowBatch& batch, const std::string& key,
+         const std::string& as_key, int64_t steps, bool within_documents) {
+        return shift_left(batch, key, as_key, steps,
+                          within_documents ? Border::document : Border::row);
+      },
+      py::arg("batch"), py::arg("key"), py::arg("as_key"), py::arg("steps") = 1,
+      py::arg("within_documents") = false, NoGil());
+  m.def(
+      "pack",
+      [](const RowBatch& batch, const std::string& form) {
+        return pack(batch, form_named(form));
+      },
+      py::arg("batch"), py::arg("form"));
+  m.def(
+      "pad",
+      [](const PackedBatch& batch, int64_t slot_multiple,
+         int64_t total_multiple) {
+        return pad(batch, {slot_multiple, total_multiple});
+      },
+      py::arg("batch"), py::arg("slot_multiple") = 1,
+      py::arg("total_multiple") = 1);
+  m.def(
+      "padding_for",
+      [](const std::string& kind, const std::string& form, int ranks,
+         int64_t share) {
+        const auto named = ownership_kind(kind);
+        check(named.has_value(), "pad: '", kind, "' is not an ownership kind");
+        const PadTo to = padding_for(*named, form_named(form), ranks, share);
+        return std::pair{to.slot_multiple, to.total_multiple};
+      },
+      py::arg("kind"), py::arg("form"), py::arg("ranks"), py::arg("share") = 1);
+  m.def("shard", &shard, py::arg("batch"), py::arg("ownership"),
+        py::arg("rank"), NoGil());
+  m.def(
+      "unshard",
+      [](const std::vector<at::Tensor>& shards, const Layout& layout, bool trim,
+         const py::object& fill, std::optional<int64_t> axis) {
+        const UnshardOptions options{
+            .trim = trim, .fill = scalar_of(fill, "unshard"), .axis = axis};
+        const py::gil_scoped_release release;
+        // One tensor may hold all shares.
+        return shards.size() == 1 ? unshard(shards[0], layout, options)
+                                  : unshard(shards, layout, options);
+      },
+      py::arg("shards"), py::arg("layout"), py::arg("trim") = true,
+      py::arg("fill") = 0, py::arg("axis") = py::none());
+}
+
+void bind_derived(py::module_& m) {
+  m.def("padding_mask", py::overload_cast<const Packing&>(&padding_mask),
+        py::arg("packing"));
+  m.def("position_ids", py::overload_cast<const Packing&>(&position_ids),
+        py::arg("packing"));
+  m.def("document_ids", py::overload_cast<const Packing&>(&document_ids),
+        py::arg("packing"));
+  m.def("cumulative_lengths", &cumulative_lengths, py::arg("packing"));
+  m.def("cumulative_padded_lengths", &cumulative_padded_lengths,
+        py::arg("packing"));
+  m.def(
+      "key_windows",
+      [](const Mask& mask, const Ownership* ownership,
+         std::optional<int> rank) {
+        check((ownership == nullptr) == !rank.has_value(),
+              "key_windows: give an ownership and a rank, or neither");
+        const KeyWindows windows =
+            ownership ? key_windows(mask, ownership->ranges_of(*rank))
+                      : key_windows(mask);
+        return std::pair{windows.begin, windows.end};
+      },
+      py::arg("mask"), py::arg("ownership") = py::none(),
+      py::arg("rank") = py::none(), NoGil());
+  // A method of Ownership that needs tensors, so it is added here.
+  const py::object ownership = m.attr("Ownership");
+  ownership.attr("tokens_of") =
+      py::cpp_function(&token_indices, py::name("tokens_of"),
+                       py::is_method(ownership), py::arg("rank"));
+}
+
+void bind_reference(py::module_& m) {
+  m.def(
+      "pad_tokens",
+      [](const at::Tensor& tensor, int64_t axis, int64_t count,
+         const py::object& value) {
+        const at::Scalar fill = scalar_of(value, "pad_tokens");
+        const py::gil_scoped_release release;
+        return pad_tokens(tensor, axis, count, fill);
+      },
+      py::arg("tensor"), py::arg("axis"), py::arg("count"), py::arg("value"));
+  m.def("continue_positions", &continue_positions, py::arg("positions"),
+        py::arg("axis"), py::arg("count"), NoGil());
+  m.def("take_share", &take_share, py::arg("tensor"), py::arg("ownership"),
+        py::arg("rank"), py::arg("axis"), NoGil());
+  m.def(
+      "thd_lengths",
+      [](const at::Tensor& seq_lens,
+         const std::optional<at::Tensor>& seq_lens_padded, int64_t sentinel,
+         int64_t rows, int64_t row_length, bool strict) {
+        const ThdLengths lengths =
+            thd_lengths(seq_lens, seq_lens_padded, sentinel, rows, row_length,
+                        rule_of(strict));
+        return std::tuple{lengths.cu, lengths.cu_padded, lengths.max_seqlen,
+                          lengths.padding_mask};
+      },
+      py::arg("seq_lens"), py::arg("seq_lens_padded"), py::arg("sentinel"),
+      py::arg("rows"), py::arg("row_length"), py::arg("strict"));
+  m.def(
+      "document_partition",
+      [](const at::Tensor& cu, int64_t total, int ranks, int rank,
+         bool strict) {
+        return document_partition(cu, total, ranks, rank, rule_of(strict));
+      },
+      py::arg("cu"), py::arg("total"), py::arg("ranks"), py::arg("rank"),
+      py::arg("strict"));
+  m.def(
+      "padded_windows",
+      [](const at::Tensor& cu, const at::Tensor& cu_padded) {
+        const KeyWindows windows = padded_windows(cu, cu_padded);
+        return std::pair{windows.begin, windows.end};
+      },
+      py::arg("cu"), py::arg("cu_padded"));
+  m.def(
+      "compact_windows",
+      [](const at::Tensor& cu) {
+        const KeyWindows windows = compact_windows(cu);
+        return std::pair{windows.begin, windows.end};
+      },
+      py::arg("cu"));
+  m.def(
+      "pads_of_attention_mask",
+      [](const at::Tensor& mask, bool strict) {
+        return pads_of_mask(mask, rule_of(strict));
+      },
+      py::arg("mask"), py::arg("strict"));
+  m.def("dense_causal_mask", &dense_causal_mask, py::arg("position_ids"),
+        py::arg("key_len"), py::arg("dtype"), py::arg("pad_full"),
+        py::arg("window"));
+}
+
+}  // namespace
+
+void bind_batch(py::module_& m) {
+  bind_table(m);
+  bind_layout(m);
+  bind_batches(m);
+  bind_derived(m);
+  bind_reference(m);
+}
+
+}  // namespace longspan::python

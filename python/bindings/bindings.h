@@ -1,0 +1,12 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace longspan::python {
+
+/// One for each folder of the library.
+void bind_core(pybind11::module_& m);
+void bind_draw(pybind11::module_& m);
+void bind_batch(pybind11::module_& m);
+
+}  // namespace longspan::python

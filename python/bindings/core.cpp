@@ -1,0 +1,249 @@
+#include <pybind11/operators.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "longspan/core/check.h"
+#include "longspan/core/mask.h"
+#include "longspan/core/moves.h"
+#include "longspan/core/multiple.h"
+#include "longspan/core/ownership.h"
+#include "longspan/core/packing.h"
+#include "longspan/core/tile.h"
+#include "longspan/core/work.h"
+#include "python/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace longspan::python {
+
+namespace {
+
+OwnershipKind kind_named(const std::string& name) {
+  const auto kind = ownership_kind(name);
+  check(kind.has_value(), "Ownership: '", name,
+        "' is not one of contiguous, head-tail, per-document-head-tail");
+  return *kind;
+}
+
+void bind_range(py::module_& m) {
+  py::class_<TokenRange>(m, "TokenRange")
+      .def(py::init([](int64_t begin, int64_t end) {
+             check(begin <= end, "TokenRange: [", begin, ", ", end,
+                   ") ends before it begins");
+             return TokenRange{begin, end};
+           }),
+           py::arg("begin"), py::arg("end"))
+      .def(py::init([](const std::pair<int64_t, int64_t>& bounds) {
+        check(bounds.first <= bounds.second, "TokenRange: [", bounds.first,
+              ", ", bounds.second, ") ends before it begins");
+        return TokenRange{bounds.first, bounds.second};
+      }))
+      .def_readonly("begin", &TokenRange::begin)
+      .def_readonly("end", &TokenRange::end)
+      .def("__len__", &TokenRange::size)
+      .def("__contains__", [](TokenRange range,
+                              int64_t token) { return range.contains(token); })
+      .def(
+          "__iter__",
+          [](TokenRange range) {
+            return py::iter(py::make_tuple(range.begin, range.end));
+          },
+          "Unpacks as begin, end.")
+      .def(py::self == py::self)
+      .def("__hash__",
+           [](TokenRange range) {
+             return py::hash(py::make_tuple(range.begin, range.end));
+           })
+      .def("__repr__", [](TokenRange range) { return join(range); });
+  py::implicitly_convertible<std::pair<int64_t, int64_t>, TokenRange>();
+}
+
+void bind_packing(py::module_& m) {
+  py::class_<Packing>(m, "Packing", "Documents laid end to end in one stream.")
+      .def_static(
+          "of",
+          [](std::vector<int64_t> lengths,
+             std::optional<std::vector<int64_t>> padded_lengths,
+             std::optional<int64_t> tokens) {
+            auto padded = padded_lengths.value_or(lengths);
+            return tokens ? Packing::of(std::move(lengths), std::move(padded),
+                                        *tokens)
+                          : Packing::of(std::move(lengths), std::move(padded));
+          },
+          py::arg("lengths"), py::arg("padded_lengths") = py::none(),
+          py::arg("tokens") = py::none())
+      .def_static("single", &Packing::single, py::arg("tokens"))
+      .def_static("rows", &Packing::rows, py::arg("rows"), py::arg("length"))
+      .def_property_readonly("documents", &Packing::documents)
+      .def_property_readonly("tokens", &Packing::tokens)
+      .def_property_readonly("real_tokens", &Packing::real_tokens)
+      .def_property_readonly("lengths",
+                             [](const Packing& packing) {
+                               const auto view = packing.lengths();
+                               return std::vector<int64_t>(view.begin(),
+                                                           view.end());
+                             })
+      .def_property_readonly("offsets",
+                             [](const Packing& packing) {
+                               const auto view = packing.offsets();
+                               return std::vector<int64_t>(view.begin(),
+                                                           view.end());
+                             })
+      .def_property_readonly("longest", &Packing::longest)
+      .def_property_readonly("tail", &Packing::tail)
+      .def("length", &Packing::length, py::arg("document"))
+      .def("padded_length", &Packing::padded_length, py::arg("document"))
+      .def("real", &Packing::real, py::arg("document"))
+      .def("slot", &Packing::slot, py::arg("document"))
+      .def(
+          "locate",
+          [](const Packing& packing, int64_t token) {
+            const auto place = packing.locate(token);
+            return std::pair{place.document, place.position};
+          },
+          py::arg("token"))
+      .def(
+          "token_of",
+          [](const Packing& packing, int64_t document, int64_t position) {
+            return packing.token_of({document, position});
+          },
+          py::arg("document"), py::arg("position"))
+      .def("is_pad", &Packing::is_pad, py::arg("token"))
+      .def("pads", &Packing::pads)
+      .def("with_slots_multiple_of", &Packing::with_slots_multiple_of,
+           py::arg("multiple"))
+      .def("with_tokens_multiple_of", &Packing::with_tokens_multiple_of,
+           py::arg("multiple"))
+      .def(py::self == py::self)
+      .def("__repr__", &Packing::to_string);
+}
+
+void bind_ownership(py::module_& m) {
+  py::class_<Ownership>(m, "Ownership",
+                        "Which rank holds which tokens, in what order.")
+      .def_static("contiguous", &Ownership::contiguous, py::arg("tokens"),
+                  py::arg("ranks"))
+      .def_static("head_tail", &Ownership::head_tail, py::arg("tokens"),
+                  py::arg("ranks"))
+      .def_static("per_document_head_tail", &Ownership::per_document_head_tail,
+                  py::arg("packing"), py::arg("ranks"))
+      .def_static("of_sizes", &Ownership::of_sizes, py::arg("sizes"))
+      .def_static("of_ranges", &Ownership::of_ranges, py::arg("ranges"))
+      .def_static(
+          "of",
+          [](const std::string& kind, const Packing& packing, int ranks) {
+            return Ownership::of(kind_named(kind), packing, ranks);
+          },
+          py::arg("kind"), py::arg("packing"), py::arg("ranks"))
+      .def_property_readonly("kind",
+                             [](const Ownership& ownership) {
+                               return std::string(to_string(ownership.kind()));
+                             })
+      .def_property_readonly("tokens", &Ownership::tokens)
+      .def_property_readonly("ranks", &Ownership::ranks)
+      .def("local_tokens", &Ownership::local_tokens, py::arg("rank"))
+      .def("owner_of", &Ownership::owner_of, py::arg("token"))
+      .def("local_of", &Ownership::local_of, py::arg("token"))
+      .def("global_of", &Ownership::global_of, py::arg("rank"),
+           py::arg("local"))
+      .def("ranges_of", &Ownership::ranges_of, py::arg("rank"))
+      .def(py::self == py::self)
+      .def("__repr__", &Ownership::to_string);
+}
+
+std::string name_of(Coverage coverage) {
+  switch (coverage) {
+    case Coverage::none:
+      return "none";
+    case Coverage::some:
+      return "some";
+    case Coverage::all:
+      return "all";
+  }
+  throw InternalError("a Coverage without a name");
+}
+
+void bind_mask(py::module_& m) {
+  py::class_<Mask>(m, "Mask", "Which keys a query may see.")
+      .def_static("causal", &Mask::causal, py::arg("packing"))
+      .def_static("full", &Mask::full, py::arg("packing"))
+      .def_static("sliding", &Mask::sliding, py::arg("packing"),
+                  py::arg("window"))
+      .def_static(
+          "banded",
+          [](const Packing& packing, std::optional<int64_t> before,
+             std::optional<int64_t> after) {
+            return Mask::banded(packing, {before.value_or(Band::kAll),
+                                          after.value_or(Band::kAll)});
+          },
+          py::arg("packing"), py::arg("before") = py::none(),
+          py::arg("after") = py::none())
+      .def_static("compressed", &Mask::compressed, py::arg("packing"),
+                  py::arg("ratio"))
+      .def("with_hidden", &Mask::with_hidden, py::arg("tokens"))
+      .def("with_groups", &Mask::with_groups, py::arg("groups"))
+      .def("with_prefix", &Mask::with_prefix, py::arg("prefix"))
+      .def(
+          "with_seeing_pads",
+          [](const Mask& mask) {
+            return mask.with_pad_queries(PadQueries::see_document);
+          },
+          "Pad queries see what a real token in their place would see.")
+      .def_property_readonly("queries", &Mask::queries)
+      .def_property_readonly("keys", &Mask::keys)
+      .def_property_readonly("packing", &Mask::packing)
+      .def_property_readonly("is_one_range", &Mask::is_one_range)
+      .def("allows", &Mask::allows, py::arg("query"), py::arg("key"))
+      .def("keys_of", &Mask::keys_of, py::arg("query"))
+      .def("key_ranges_of", &Mask::key_ranges_of, py::arg("query"))
+      .def("reach", &Mask::reach, py::arg("queries"))
+      .def("pairs", &Mask::pairs, py::arg("queries"), py::arg("keys"))
+      .def(
+          "coverage",
+          [](const Mask& mask, TokenRange queries, TokenRange keys) {
+            return name_of(mask.coverage(queries, keys));
+          },
+          py::arg("queries"), py::arg("keys"))
+      .def("__repr__", &Mask::to_string);
+}
+
+void bind_work(py::module_& m) {
+  py::class_<RankWork>(m, "RankWork")
+      .def_readonly("tokens", &RankWork::tokens)
+      .def_readonly("pairs", &RankWork::pairs)
+      .def_readonly("foreign_keys", &RankWork::foreign_keys)
+      .def("__repr__", [](const RankWork& work) {
+        return join("RankWork(", work.tokens, " tokens, ", work.pairs,
+                    " pairs, ", work.foreign_keys, " foreign keys)");
+      });
+  m.def("work_of", &work_of, py::arg("mask"), py::arg("ownership"),
+        py::arg("rank"));
+  m.def("work_per_rank", &work_per_rank, py::arg("mask"), py::arg("ownership"));
+  m.def(
+      "tiles",
+      [](const Mask& mask, const Ownership& ownership, int rank, int owner) {
+        std::vector<std::tuple<TokenRange, TokenRange, std::string>> list;
+        for (const Tile& tile : tiles(mask, ownership, rank, owner)) {
+          list.emplace_back(tile.queries, tile.keys, name_of(tile.coverage));
+        }
+        return list;
+      },
+      py::arg("mask"), py::arg("ownership"), py::arg("rank"), py::arg("owner"));
+  m.def("round_up", &round_up, py::arg("value"), py::arg("multiple"));
+  m.def("common_multiple", &common_multiple, py::arg("a"), py::arg("b"));
+  m.def("share_multiple", &share_multiple, py::arg("ratios"));
+}
+
+}  // namespace
+
+void bind_core(py::module_& m) {
+  bind_range(m);
+  bind_packing(m);
+  bind_ownership(m);
+  bind_mask(m);
+  bind_work(m);
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,84 @@
+#include "longspan/draw/draw.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "longspan/draw/svg.h"
+#include "longspan/draw/text.h"
+#include "python/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace longspan::python {
+
+namespace {
+
+std::string text_of(const Picture& picture, int width, bool ascii, bool color) {
+  return to_text(picture, {.width = width,
+                           .glyphs = ascii ? Glyphs::ascii : Glyphs::unicode,
+                           .ink = color ? Ink::ansi : Ink::plain});
+}
+
+/// Values show themselves in a notebook as one rank would hold them.
+Ownership one_rank(const Packing& packing) {
+  return Ownership::contiguous(packing.tokens(), 1);
+}
+
+}  // namespace
+
+void bind_draw(py::module_& m) {
+  py::class_<Picture>(m, "Picture",
+                      "A drawing; shows itself as SVG in a notebook and as "
+                      "text when printed.")
+      .def("to_svg", &to_svg)
+      .def("to_text", &text_of, py::kw_only(), py::arg("width") = 80,
+           py::arg("ascii") = false, py::arg("color") = false)
+      .def("_repr_svg_", &to_svg)
+      .def("__str__", [](const Picture& picture) {
+        return text_of(picture, 80, false, false);
+      });
+  const DrawOptions usual;
+  m.def(
+      "draw_ownership",
+      [=](const Ownership& ownership, const Packing& packing) {
+        return draw_ownership(ownership, packing, usual);
+      },
+      py::arg("ownership"), py::arg("packing"));
+  m.def(
+      "draw_all",
+      [=](const Mask& mask, const Ownership& ownership) {
+        return draw(mask, ownership, usual);
+      },
+      py::arg("mask"), py::arg("ownership"));
+  m.def(
+      "draw_comparison",
+      [=](const Mask& mask, const Ownership& left, const Ownership& right) {
+        return draw_comparison(mask, left, right, usual);
+      },
+      py::arg("mask"), py::arg("left"), py::arg("right"));
+
+  const auto add = [&](const char* type, const py::cpp_function& method) {
+    m.attr(type).attr("_repr_svg_") = method;
+  };
+  add("Packing",
+      py::cpp_function(
+          [=](const Packing& packing) {
+            return to_svg(draw_ownership(one_rank(packing), packing, usual));
+          },
+          py::name("_repr_svg_"), py::is_method(m.attr("Packing"))));
+  add("Ownership",
+      py::cpp_function(
+          [=](const Ownership& ownership) {
+            return to_svg(draw_ownership(
+                ownership, Packing::single(ownership.tokens()), usual));
+          },
+          py::name("_repr_svg_"), py::is_method(m.attr("Ownership"))));
+  add("Mask",
+      py::cpp_function(
+          [=](const Mask& mask) {
+            return to_svg(draw_mask(mask, one_rank(mask.packing()), usual));
+          },
+          py::name("_repr_svg_"), py::is_method(m.attr("Mask"))));
+}
+
+}  // namespace longspan::python

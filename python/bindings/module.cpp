@@ -1,0 +1,9 @@
+#include "python/bindings/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Longspan's C++ values and functions.";
+  m.attr("__version__") = LONGSPAN_VERSION;
+  longspan::python::bind_core(m);
+  longspan::python::bind_draw(m);
+  longspan::python::bind_batch(m);
+}

@@ -1,0 +1,275 @@
+"""Batches: pack, pad, shard and unshard dictionaries as collators give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from longspan import _C
+
+_SENTINEL = -1000
+_LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
+
+
+class _Cut(NamedTuple):
+    kind: str
+    form: str
+
+
+#: Every named layout: how tokens are cut, and whether rows stay rows.
+LAYOUTS: Mapping[str, _Cut] = {
+    "head-tail": _Cut("head-tail", "rows"),
+    "contiguous-rows": _Cut("contiguous", "rows"),
+    "contiguous-stream": _Cut("contiguous", "stream"),
+    "head-tail-stream": _Cut("head-tail", "stream"),
+    "per-document-head-tail": _Cut("per-document-head-tail", "stream"),
+}
+
+
+class RankAndSize(Protocol):
+    """What `shard` asks of a group; a torch ProcessGroup has both."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+
+
+class LocalBatch(dict[str, Any]):
+    """One rank's share of a batch: a dictionary for ``model(**local)`` that also
+    carries its `layout`, so that ``unshard(tensor, local)`` needs nothing else."""
+
+    layout: _C.Layout
+
+    def __init__(self, entries: Mapping[str, Any], layout: _C.Layout) -> None:
+        super().__init__(entries)
+        self.layout = layout
+
+
+def pack(
+    batch: Mapping[str, Any],
+    *,
+    form: str = "stream",
+    table: _C.TokenTable | None = None,
+    sentinel: int = _SENTINEL,
+    pass_through: Sequence[str] = (),
+) -> _C.PackedBatch:
+    """Lays the documents of all rows end to end (``form="stream"``) or leaves
+    rows as they are (``form="rows"``). Nothing is copied yet."""
+    rows, _ = _read(batch, table, sentinel, pass_through)
+    return _C.pack(rows, form)
+
+
+def pad(
+    packed: _C.PackedBatch,
+    *,
+    layout: str | None = None,
+    ranks: int | None = None,
+    multiple: int = 1,
+    slots: int = 1,
+) -> _C.PackedBatch:
+    """Lengthens a packed batch: to what `layout` needs over `ranks` ranks, with
+    shares of a multiple of `multiple` tokens; or, without a layout, every
+    document to a multiple of `slots` and the whole to one of `multiple`."""
+    if layout is None:
+        if ranks is not None:
+            raise ValueError("pad: `ranks` goes with `layout`; name the layout")
+        return _C.pad(packed, slots, multiple)
+    cut = _cut_named("pad", layout)
+    if cut.form != packed.form:
+        raise ValueError(f"pad: layout '{layout}' cuts {cut.form}, but the batch is {packed.form}")
+    return _C.pad(
+        packed, *_C.padding_for(cut.kind, cut.form, 1 if ranks is None else ranks, multiple)
+    )
+
+
+def shard(
+    batch: Mapping[str, Any],
+    group: RankAndSize | None = None,
+    *,
+    rank: int | None = None,
+    ranks: int | None = None,
+    layout: str = "head-tail",
+    ownership: _C.Ownership | None = None,
+    multiple: int = 1,
+    table: _C.TokenTable | None = None,
+    sentinel: int = _SENTINEL,
+    pass_through: Sequence[str] = (),
+    shift_labels: bool = False,
+    ahead: Mapping[str, tuple[str, int]] | None = None,
+) -> LocalBatch:
+    """One rank's share of a batch as a collator gives it.
+
+    The rank comes from `group`, or from `rank` and `ranks` (one rank of one by
+    default). `layout` is one of `LAYOUTS`; for any other cut give an `ownership`
+    of the padded tokens (pads go to the end) and "rows" or "stream" as layout.
+    The shares of a named layout are a multiple of `multiple` tokens. `shift_labels`
+    says that labels are unshifted: each token then gets the label of the next one
+    in its row, before the cut. `ahead` adds tensors for multi-token prediction,
+    {"next_ids": ("input_ids", 1)}.
+
+    The batch is not changed, and every per-token tensor in the result is new.
+    """
+    rank, ranks = _rank_and_size(group, rank, ranks)
+    rows, others = _read(batch, table, sentinel, pass_through)
+    rows = _shifted(rows, shift_labels, ahead)
+    return _share(batch, rows, others, rank, ranks, layout, ownership, multiple)
+
+
+def shard_chunks(
+    batch: Mapping[str, Any],
+    num_chunks: int,
+    group: RankAndSize | None = None,
+    *,
+    rank: int | None = None,
+    ranks: int | None = None,
+    layout: str = "head-tail",
+    multiple: int = 1,
+    table: _C.TokenTable | None = None,
+    sentinel: int = _SENTINEL,
+    pass_through: Sequence[str] = (),
+    shift_labels: bool = False,
+    ahead: Mapping[str, tuple[str, int]] | None = None,
+) -> list[LocalBatch]:
+    """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
+    rank, ranks = _rank_and_size(group, rank, ranks)
+    rows, others = _read(batch, table, sentinel, pass_through)
+    rows = _shifted(rows, shift_labels, ahead)
+    return [
+        _share(batch, chunk, others, rank, ranks, layout, None, multiple)
+        for chunk in _C.chunks(rows, num_chunks)
+    ]
+
+
+def unshard(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    local: LocalBatch | _C.Layout,
+    *,
+    trim: bool = True,
+    fill: int | float | bool = 0,
+    axis: int | None = None,
+) -> torch.Tensor:
+    """The tensors of all ranks, in rank order (a list, or one tensor that holds
+    them all), as one tensor in the original order: ``[B, S, ...]``, or with
+    ``trim=False`` as padded rows or stream. `fill` stands where packing left a
+    loaded pad behind. Differentiable."""
+    layout = local.layout if isinstance(local, LocalBatch) else local
+    if not isinstance(layout, _C.Layout):
+        raise TypeError(
+            f"unshard: expected the dictionary that shard returned, or its layout; "
+            f"got {type(local).__name__}"
+        )
+    shards = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not shards:
+        raise ValueError("unshard: no tensors; give one for each rank")
+    return _C.unshard(shards, layout, trim, fill, axis)
+
+
+def _cut_named(who: str, layout: str) -> _Cut:
+    cut = LAYOUTS.get(layout)
+    if cut is None:
+        raise ValueError(f"{who}: layout '{layout}' is not one of {', '.join(LAYOUTS)}")
+    return cut
+
+
+def _rank_and_size(
+    group: RankAndSize | None, rank: int | None, ranks: int | None
+) -> tuple[int, int]:
+    if group is not None:
+        if rank is not None or ranks is not None:
+            raise ValueError("shard: give a group, or rank and ranks, not both")
+        return group.rank(), group.size()
+    if (rank is None) != (ranks is None):
+        raise ValueError("shard: rank and ranks go together")
+    return (0, 1) if rank is None or ranks is None else (rank, ranks)
+
+
+def _read(
+    batch: Mapping[str, Any],
+    table: _C.TokenTable | None,
+    sentinel: int,
+    pass_through: Sequence[str],
+) -> tuple[_C.RowBatch, dict[str, Any]]:
+    """The tensors as rows, and the entries that are no tensors."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected a batch as a mapping, got {type(batch).__name__}")
+    tensors = [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
+    others = {
+        key: value
+        for key, value in batch.items()
+        if not isinstance(value, torch.Tensor) and value is not None
+    }
+    table = _C.TokenTable() if table is None else table
+    _check_tensors(others, table, pass_through)
+    return _C.read_rows(tensors, table, sentinel, list(pass_through)), others
+
+
+def _check_tensors(
+    others: Mapping[str, Any], table: _C.TokenTable, pass_through: Sequence[str]
+) -> None:
+    """Lists and arrays under the name of a tensor would be passed on whole."""
+    if not others:
+        return
+    for key in (*_LENGTHS_AND_MASKS, *(row.key for row in table.rows)):
+        if key in others and key not in pass_through:
+            raise TypeError(
+                f"`{key}` is a {type(others[key]).__name__}; give it as a tensor, or name it "
+                f"in pass_through to leave it as it is"
+            )
+
+
+def _shifted(
+    rows: _C.RowBatch,
+    shift_labels: bool,
+    ahead: Mapping[str, tuple[str, int]] | None,
+) -> _C.RowBatch:
+    if shift_labels:
+        rows = _C.shift_left(rows, "labels", "labels")
+    for name, (key, steps) in (ahead or {}).items():
+        rows = _C.shift_left(rows, key, name, steps)
+    return rows
+
+
+def _share(
+    batch: Mapping[str, Any],
+    rows: _C.RowBatch,
+    others: Mapping[str, Any],
+    rank: int,
+    ranks: int,
+    layout: str,
+    ownership: _C.Ownership | None,
+    multiple: int,
+) -> LocalBatch:
+    if ownership is None:
+        cut = _cut_named("shard", layout)
+        to = _C.padding_for(cut.kind, cut.form, ranks, multiple)
+        packed = _C.pad(_C.pack(rows, cut.form), *to)
+        if cut.form == "stream":
+            ownership = _C.Ownership.of(cut.kind, packed.packings[0], ranks)
+        elif cut.kind == "head-tail":
+            ownership = _C.Ownership.head_tail(packed.tokens, ranks)
+        else:
+            ownership = _C.Ownership.contiguous(packed.tokens, ranks)
+    else:
+        form = layout if layout in ("rows", "stream") else _cut_named("shard", layout).form
+        if ownership.ranks != ranks:
+            raise ValueError(f"shard: the ownership has {ownership.ranks} ranks, the group {ranks}")
+        packed = _C.pack(rows, form)
+        if ownership.tokens > packed.tokens > 0:
+            packed = _C.pad(packed, 1, ownership.tokens)
+    local = _C.shard(packed, ownership, rank)
+    made = dict(local.tokens)
+    kept = dict(local.payload) | dict(others)
+    entries: dict[str, Any] = {}
+    for key in [*batch, *made]:
+        if key in made:
+            entries[key] = made[key]
+        elif key in kept:
+            entries[key] = kept[key]
+    if packed.form == "stream":
+        packing = packed.packings[0]
+        device = next(iter(made.values())).device
+        entries["cu_seqlens"] = _C.cumulative_lengths(packing).to(device)
+        entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
+        entries["max_seqlen"] = packing.longest
+    return LocalBatch(entries, local.layout)
