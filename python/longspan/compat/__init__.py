@@ -1,0 +1,1 @@
+"""Drop-ins for other libraries: change the import line, keep the code."""

@@ -1,0 +1,1 @@
+"""Mirror of the reference's `components.distributed` package."""

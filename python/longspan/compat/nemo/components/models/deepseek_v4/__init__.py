@@ -1,0 +1,1 @@
+"""DeepSeek V4: batch, mask and gather entry points."""

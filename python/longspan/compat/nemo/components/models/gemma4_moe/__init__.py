@@ -1,0 +1,1 @@
+"""Gemma4: batch entry points."""

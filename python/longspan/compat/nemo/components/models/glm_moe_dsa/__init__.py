@@ -1,0 +1,1 @@
+"""GLM with sparse attention: batch and kernel entry points."""
