@@ -1,0 +1,63 @@
+"""The blocks of the pages run as printed."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+BUILD = pathlib.Path(os.environ.get("LONGSPAN_BUILD", ROOT / "build" / "dev"))
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_screen_has_a_picture_and_both_languages() -> None:
+    assert len(blocks("cpp")) == 1
+    assert len(blocks("python")) == 1
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / picture).exists()
+
+
+def test_both_commands_are_named() -> None:
+    assert "make demo" in README
+    assert "make test" in README
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_python_lines_run_as_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", blocks("python")[0]], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 4" in done.stdout
+
+
+def test_the_cpp_lines_compile_and_run_as_printed(tmp_path: pathlib.Path) -> None:
+    library = BUILD / "longspan"
+    if not library.exists():
+        pytest.skip("no build tree here")
+    source = tmp_path / "readme.cpp"
+    source.write_text(blocks("cpp")[0])
+    program = tmp_path / "readme"
+    command = ["c++", "-std=c++20", f"-I{ROOT}", str(source), "-o", str(program)]
+    command += [f"-L{library}", "-llongspan_core", f"-Wl,-rpath,{library}"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    lines = subprocess.run(
+        [program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("16 tokens, ") for line in lines)
