@@ -3,80 +3,9 @@
 #include <algorithm>
 
 #include "longspan/core/check.h"
-#include "longspan/core/search.h"
+#include "longspan/core/visible_keys.h"
 
 namespace longspan {
-
-/// The visible keys as ascending pieces that each lie in one document, with
-/// running sums, so that pairs are counted without visiting tokens.
-struct Mask::Visible {
-  std::vector<TokenRange> pieces;
-  std::vector<int64_t> begins;        // of the pieces
-  std::vector<int64_t> count_before;  // count(begins[i])
-  std::vector<int64_t> sum_before;    // sum(begins[i])
-  std::vector<int64_t> key_offsets;   // documents + 1, compressed masks only
-
-  void append(TokenRange piece) {
-    if (piece.empty()) return;
-    const int64_t counted = count(piece.begin);
-    const int64_t summed = sum(piece.begin);
-    pieces.push_back(piece);
-    begins.push_back(piece.begin);
-    count_before.push_back(counted);
-    sum_before.push_back(summed);
-  }
-
-  /// Index of the last piece that begins at or before x, or -1.
-  int64_t last_piece(int64_t x) const {
-    return begins.empty() || x < begins[0] ? -1 : last_not_above(begins, x);
-  }
-
-  /// Visible tokens in [0, x).
-  int64_t count(int64_t x) const {
-    const int64_t at = last_piece(x);
-    if (at < 0) return 0;
-    const auto i = static_cast<std::size_t>(at);
-    return count_before[i] + std::min(x - begins[i], pieces[i].size());
-  }
-
-  /// count(0) + count(1) + ... + count(x - 1).
-  int64_t sum(int64_t x) const {
-    const int64_t at = last_piece(x);
-    if (at < 0) return 0;
-    const auto i = static_cast<std::size_t>(at);
-    const int64_t steps = x - begins[i];
-    const int64_t rising = std::min(steps, pieces[i].size());
-    return sum_before[i] + steps * count_before[i] + rising * (rising - 1) / 2 +
-           (steps - rising) * pieces[i].size();
-  }
-
-  /// Sum over q in `queries` of count(clamp(q + shift, low, high)).
-  int64_t clamped_sum(TokenRange queries, int64_t shift, int64_t low,
-                      int64_t high) const {
-    const int64_t begin = queries.begin + shift;
-    const int64_t end = queries.end + shift;
-    const int64_t below = std::clamp(low - begin, int64_t{0}, queries.size());
-    const int64_t above = std::clamp(end - high, int64_t{0}, queries.size());
-    int64_t total = 0;
-    if (below > 0) total += below * count(low);
-    if (above > 0) total += above * count(high);
-    const TokenRange rising = intersect({begin, end}, {low, high});
-    if (!rising.empty()) total += sum(rising.end) - sum(rising.begin);
-    return total;
-  }
-
-  /// First visible token at or after x, and one past the last before x.
-  int64_t first_from(int64_t x) const {
-    const int64_t at = last_piece(x);
-    if (at >= 0 && x < pieces[static_cast<std::size_t>(at)].end) return x;
-    const auto next = static_cast<std::size_t>(at + 1);
-    return next < begins.size() ? begins[next] : Band::kAll;
-  }
-  int64_t end_before(int64_t x) const {
-    const int64_t at = last_piece(x - 1);
-    return at < 0 ? 0 : std::min(x, pieces[static_cast<std::size_t>(at)].end);
-  }
-};
 
 namespace {
 
@@ -192,7 +121,7 @@ Mask Mask::with_pad_queries(PadQueries pad_queries) const {
 }
 
 void Mask::rebuild() {
-  auto visible = std::make_shared<Visible>();
+  auto visible = std::make_shared<VisibleKeys>();
   torn_document_ = -1;
   auto hidden = hidden_->begin();
   if (ratio_ > 0) visible->key_offsets.push_back(0);

@@ -12,6 +12,8 @@
 
 namespace longspan {
 
+struct VisibleKeys;
+
 /// Whether pad queries see what a real token in their place would see, or
 /// nothing (then their output is 0 and their log-sum-exp -inf).
 enum class PadQueries { see_nothing, see_document };
@@ -81,6 +83,11 @@ class Mask {
   int64_t keys() const;
   const Packing& packing() const { return packing_; }
   Band band() const { return band_; }
+  PadQueries pad_queries() const { return pad_queries_; }
+
+  /// What with_hidden and with_groups (or with_prefix) added, ascending.
+  const std::vector<TokenRange>& hidden() const { return *hidden_; }
+  const std::vector<TokenRange>& groups() const { return *groups_; }
 
   /// Tokens behind each key of a compressed mask; 0 when keys are tokens.
   int64_t ratio() const { return ratio_; }
@@ -127,8 +134,6 @@ class Mask {
   std::string to_string() const;
 
  private:
-  struct Visible;
-
   Mask(const Packing& packing, Band band, int64_t ratio);
   void rebuild();
   void check_ranges(const char* who, TokenRange queries, TokenRange keys) const;
@@ -148,7 +153,7 @@ class Mask {
   PadQueries pad_queries_ = PadQueries::see_nothing;
   std::shared_ptr<const std::vector<TokenRange>> hidden_;
   std::shared_ptr<const std::vector<TokenRange>> groups_;
-  std::shared_ptr<const Visible> visible_;
+  std::shared_ptr<const VisibleKeys> visible_;
   int64_t torn_document_ = -1;
 };
 
