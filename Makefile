@@ -38,6 +38,7 @@ format: setup
 
 # The part that needs no torch, by itself.
 core:
+	@mkdir -p build
 	@cmake -S . -B build/core -G Ninja -DLONGSPAN_BUILD_TORCH=OFF -DLONGSPAN_WERROR=ON > build/core.log || { cat build/core.log; exit 1; }
 	@ninja -C build/core -j $(JOBS) --quiet
 	@ctest --test-dir build/core

@@ -16,7 +16,7 @@ if(NOT TARGET Longspan::libtorch)
   endif()
   foreach(name torch torch_cpu c10)
     find_library(LONGSPAN_LIB_${name} ${name}
-      PATHS "${LONGSPAN_TORCH_ROOT}/lib" NO_DEFAULT_PATH REQUIRED)
+      PATHS "${LONGSPAN_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)
     list(APPEND LONGSPAN_TORCH_LIBRARIES "${LONGSPAN_LIB_${name}}")
   endforeach()
   add_library(Longspan::libtorch INTERFACE IMPORTED GLOBAL)
