@@ -228,14 +228,16 @@ void write(const std::optional<std::string>& path, const std::string& text) {
     if (!std::cout) throw Failure("cannot write to standard output");
     return;
   }
+  const auto cannot = [&] {
+    return join("cannot write '", *path, "'",
+                errno == 0 ? "" : join(": ", std::strerror(errno)));
+  };
   errno = 0;
   std::ofstream file(*path, std::ios::binary);
+  if (!file) throw Refusal(cannot());  // a wrong path
   file << text;
   file.close();
-  if (!file) {
-    throw Failure(join("cannot write '", *path, "'",
-                       errno == 0 ? "" : join(": ", std::strerror(errno))));
-  }
+  if (!file) throw Failure(cannot());  // a full disk
 }
 
 void run_draw(const DrawArguments& arguments) {

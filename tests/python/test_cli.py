@@ -368,13 +368,13 @@ def test_a_file_that_cannot_be_written_is_a_failure(tmp_path):
     path = tmp_path / "no" / "x.svg"
     done = call("draw", *STREAM, "-o", str(path))
     assert done.stderr == f"longspan draw: cannot write '{path}': No such file or directory\n"
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 def test_a_folder_cannot_be_written(tmp_path):
     done = call("draw", *STREAM, "--format", "svg", "-o", str(tmp_path))
     assert done.stderr == f"longspan draw: cannot write '{tmp_path}': Is a directory\n"
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
