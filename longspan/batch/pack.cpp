@@ -79,6 +79,7 @@ void widen_stream(PackedBatch& batch, const PadTo& to) {
   const Packing narrow = batch.packings.at(0);
   const Packing wide = narrow.with_slots_multiple_of(to.slot_multiple)
                            .with_tokens_multiple_of(to.total_multiple);
+  if (wide == narrow) return;
   std::vector<Run> runs;
   runs.reserve(static_cast<std::size_t>(narrow.documents()));
   for (int64_t d = 0; d < narrow.documents(); ++d) {

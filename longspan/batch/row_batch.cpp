@@ -162,15 +162,19 @@ SquareMask read_square(const at::Tensor& mask) {
           .logical_and(real.unsqueeze(1).unsqueeze(2));
   const at::Tensor agrees = allowed.eq(expected).logical_or(
       real.logical_not().unsqueeze(1).unsqueeze(3));
-  return {real, agrees.all()};
+  if (is_bool) return {real, agrees.all()};
+  // Positive numbers mean that 1 = attend was meant, the other way round.
+  return {real, agrees.all().logical_and(mask.le(0).all())};
 }
 
 /// What CP keeps of the mask is causality and padding; say so when there is
 /// more in it.
 void check_plain(bool is_plain, const at::Tensor& mask) {
   check(is_plain, "attention_mask ", describe(mask),
-        " is more than causal attention with padding; give the documents as "
-        "seq_lens or as numbers in a [rows, tokens] mask");
+        " is more than causal attention with padding",
+        mask.is_floating_point() ? ", or not additive (0 = attend)" : "",
+        "; give the documents as seq_lens or as numbers in a [rows, tokens] "
+        "mask");
 }
 
 /// Document numbers of every token on the host, 0 for pads; one copy.

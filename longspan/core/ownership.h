@@ -66,6 +66,10 @@ class Ownership {
   int64_t tokens() const { return tokens_; }
   int ranks() const { return ranks_; }
 
+  /// The documents that per_document_head_tail cuts; one document of all tokens
+  /// for head_tail, none for the other kinds.
+  const Packing& packing() const { return packing_; }
+
   int64_t local_tokens(int rank) const;
 
   /// Number of tokens on lower ranks: where this rank's share starts when all

@@ -90,7 +90,41 @@ void bind_table(py::module_& m) {
           },
           py::arg("key"), py::kw_only(), py::arg("axis") = 1,
           py::arg("fill") = 0)
-      .def_property_readonly("rows", &TokenTable::rows);
+      .def_property_readonly("rows", &TokenTable::rows)
+      .def("__repr__", [](const TokenTable& table) {
+        std::string text = "TokenTable(";
+        for (const TokenTensor& row : table.rows()) {
+          text += (&row == &table.rows().front() ? "" : ", ") + row.key;
+        }
+        return text + ")";
+      });
+}
+
+py::tuple layout_state(const Layout& layout) {
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> runs;
+  for (const Run& run : layout.placement.runs()) {
+    runs.emplace_back(run.source, run.target, run.length);
+  }
+  return py::make_tuple(name_of(layout.form), layout.rows, layout.length,
+                        layout.packings, runs, layout.placement.source_tokens(),
+                        layout.ownership, layout.rank);
+}
+
+Layout layout_from(const py::tuple& state) {
+  const auto ownership = state[6].cast<Ownership>();
+  std::vector<Run> runs;
+  for (const auto& [source, target, length] :
+       state[4].cast<std::vector<std::tuple<int64_t, int64_t, int64_t>>>()) {
+    runs.push_back({source, target, length});
+  }
+  return {.form = form_named(state[0].cast<std::string>()),
+          .rows = state[1].cast<int64_t>(),
+          .length = state[2].cast<int64_t>(),
+          .packings = state[3].cast<std::vector<Packing>>(),
+          .placement = Moves::of(std::move(runs), state[5].cast<int64_t>(),
+                                 ownership.tokens()),
+          .ownership = ownership,
+          .rank = state[7].cast<int>()};
 }
 
 void bind_layout(py::module_& m) {
@@ -107,6 +141,7 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("local_tokens", &Layout::local_tokens)
       .def_property_readonly("axis", &Layout::axis)
       .def("global_tokens", &Layout::global_tokens)
+      .def(py::pickle(&layout_state, &layout_from))
       .def("__repr__", &Layout::to_string);
 }
 

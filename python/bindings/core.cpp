@@ -28,7 +28,8 @@ OwnershipKind kind_named(const std::string& name) {
 }
 
 void bind_range(py::module_& m) {
-  py::class_<TokenRange>(m, "TokenRange")
+  py::class_<TokenRange>(m, "TokenRange",
+                         "A half-open run [begin, end) of token indices.")
       .def(py::init([](int64_t begin, int64_t end) {
              check(begin <= end, "TokenRange: [", begin, ", ", end,
                    ") ends before it begins");
@@ -56,6 +57,14 @@ void bind_range(py::module_& m) {
            [](TokenRange range) {
              return py::hash(py::make_tuple(range.begin, range.end));
            })
+      .def(py::pickle(
+          [](TokenRange range) {
+            return py::make_tuple(range.begin, range.end);
+          },
+          [](const py::tuple& state) {
+            return TokenRange{state[0].cast<int64_t>(),
+                              state[1].cast<int64_t>()};
+          }))
       .def("__repr__", [](TokenRange range) { return join(range); });
   py::implicitly_convertible<std::pair<int64_t, int64_t>, TokenRange>();
 }
@@ -117,7 +126,49 @@ void bind_packing(py::module_& m) {
       .def("with_tokens_multiple_of", &Packing::with_tokens_multiple_of,
            py::arg("multiple"))
       .def(py::self == py::self)
+      .def(py::pickle(
+          [](const Packing& packing) {
+            std::vector<int64_t> slots;
+            for (int64_t d = 0; d < packing.documents(); ++d) {
+              slots.push_back(packing.padded_length(d));
+            }
+            const auto lengths = packing.lengths();
+            return py::make_tuple(
+                std::vector<int64_t>(lengths.begin(), lengths.end()), slots,
+                packing.tokens());
+          },
+          [](const py::tuple& state) {
+            return Packing::of(state[0].cast<std::vector<int64_t>>(),
+                               state[1].cast<std::vector<int64_t>>(),
+                               state[2].cast<int64_t>());
+          }))
       .def("__repr__", &Packing::to_string);
+}
+
+py::tuple ownership_state(const Ownership& ownership) {
+  std::vector<std::vector<TokenRange>> ranges;
+  if (ownership.kind() == OwnershipKind::ranges) {
+    for (int rank = 0; rank < ownership.ranks(); ++rank) {
+      ranges.push_back(ownership.ranges_of(rank));
+    }
+  }
+  return py::make_tuple(std::string(to_string(ownership.kind())),
+                        ownership.tokens(), ownership.ranks(),
+                        ownership.packing(), ranges);
+}
+
+Ownership ownership_from(const py::tuple& state) {
+  const OwnershipKind kind = kind_named(state[0].cast<std::string>());
+  const auto tokens = state[1].cast<int64_t>();
+  const int ranks = state[2].cast<int>();
+  if (kind == OwnershipKind::ranges) {
+    return Ownership::of_ranges(
+        state[4].cast<std::vector<std::vector<TokenRange>>>());
+  }
+  if (kind == OwnershipKind::per_document_head_tail) {
+    return Ownership::of(kind, state[3].cast<Packing>(), ranks);
+  }
+  return Ownership::of(kind, Packing::single(tokens), ranks);
 }
 
 void bind_ownership(py::module_& m) {
@@ -150,6 +201,7 @@ void bind_ownership(py::module_& m) {
            py::arg("local"))
       .def("ranges_of", &Ownership::ranges_of, py::arg("rank"))
       .def(py::self == py::self)
+      .def(py::pickle(&ownership_state, &ownership_from))
       .def("__repr__", &Ownership::to_string);
 }
 
@@ -206,11 +258,34 @@ void bind_mask(py::module_& m) {
             return name_of(mask.coverage(queries, keys));
           },
           py::arg("queries"), py::arg("keys"))
+      .def(py::pickle(
+          [](const Mask& mask) {
+            return py::make_tuple(
+                mask.packing(), mask.band().before, mask.band().after,
+                mask.ratio(), mask.hidden(), mask.groups(),
+                mask.pad_queries() == PadQueries::see_document);
+          },
+          [](const py::tuple& state) {
+            const auto packing = state[0].cast<Packing>();
+            const auto ratio = state[3].cast<int64_t>();
+            Mask mask = ratio > 0
+                            ? Mask::compressed(packing, ratio)
+                            : Mask::banded(packing, {state[1].cast<int64_t>(),
+                                                     state[2].cast<int64_t>()});
+            using Ranges = std::vector<TokenRange>;
+            if (ratio == 0) {
+              mask = mask.with_hidden(state[4].cast<Ranges>())
+                         .with_groups(state[5].cast<Ranges>());
+            }
+            return mask.with_pad_queries(state[6].cast<bool>()
+                                             ? PadQueries::see_document
+                                             : PadQueries::see_nothing);
+          }))
       .def("__repr__", &Mask::to_string);
 }
 
 void bind_work(py::module_& m) {
-  py::class_<RankWork>(m, "RankWork")
+  py::class_<RankWork>(m, "RankWork", "What one rank has to do.")
       .def_readonly("tokens", &RankWork::tokens)
       .def_readonly("pairs", &RankWork::pairs)
       .def_readonly("foreign_keys", &RankWork::foreign_keys)

@@ -13,6 +13,10 @@ _SENTINEL = -1000
 _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
 
 
+#: What shard itself writes beside the tensors of the batch.
+_ADDED = ("position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+
 class _Cut(NamedTuple):
     kind: str
     form: str
@@ -45,6 +49,18 @@ class LocalBatch(dict[str, Any]):
         super().__init__(entries)
         self.layout = layout
 
+    def __repr__(self) -> str:
+        return f"LocalBatch({super().__repr__()}, {self.layout})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalBatch, (dict(self), self.layout)
+
+    def copy(self) -> LocalBatch:
+        return LocalBatch(self, self.layout)
+
+    def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
+        return LocalBatch(dict(self) | dict(other), self.layout)
+
 
 def pack(
     batch: Mapping[str, Any],
@@ -71,10 +87,14 @@ def pad(
     """Lengthens a packed batch: to what `layout` needs over `ranks` ranks, with
     shares of a multiple of `multiple` tokens; or, without a layout, every
     document to a multiple of `slots` and the whole to one of `multiple`."""
+    if not isinstance(packed, _C.PackedBatch):
+        raise TypeError(f"pad: expected what pack returned, got {type(packed).__name__}")
     if layout is None:
         if ranks is not None:
             raise ValueError("pad: `ranks` goes with `layout`; name the layout")
         return _C.pad(packed, slots, multiple)
+    if slots != 1:
+        raise ValueError("pad: the layout says how documents are padded; leave `slots` out")
     cut = _cut_named("pad", layout)
     if cut.form != packed.form:
         raise ValueError(f"pad: layout '{layout}' cuts {cut.form}, but the batch is {packed.form}")
@@ -159,14 +179,16 @@ def unshard(
             f"unshard: expected the dictionary that shard returned, or its layout; "
             f"got {type(local).__name__}"
         )
-    shards = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    if not isinstance(shards, Sequence) or not all(isinstance(t, torch.Tensor) for t in shards):
+        raise TypeError("unshard: expected a tensor, or a list with the tensor of every rank")
     if not shards:
         raise ValueError("unshard: no tensors; give one for each rank")
     return _C.unshard(shards, layout, trim, fill, axis)
 
 
 def _cut_named(who: str, layout: str) -> _Cut:
-    cut = LAYOUTS.get(layout)
+    cut = LAYOUTS.get(layout) if isinstance(layout, str) else None
     if cut is None:
         raise ValueError(f"{who}: layout '{layout}' is not one of {', '.join(LAYOUTS)}")
     return cut
@@ -178,9 +200,17 @@ def _rank_and_size(
     if group is not None:
         if rank is not None or ranks is not None:
             raise ValueError("shard: give a group, or rank and ranks, not both")
+        if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
+            raise TypeError(
+                f"shard: a group answers rank() and size(), as a ProcessGroup does; "
+                f"got {type(group).__name__}"
+            )
         return group.rank(), group.size()
     if (rank is None) != (ranks is None):
         raise ValueError("shard: rank and ranks go together")
+    for name, value in (("rank", rank), ("ranks", ranks)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"shard: {name} is a {type(value).__name__}; expected an int")
     return (0, 1) if rank is None or ranks is None else (rank, ranks)
 
 
@@ -192,7 +222,9 @@ def _read(
 ) -> tuple[_C.RowBatch, dict[str, Any]]:
     """The tensors as rows, and the entries that are no tensors."""
     if not isinstance(batch, Mapping):
-        raise TypeError(f"expected a batch as a mapping, got {type(batch).__name__}")
+        raise TypeError(f"shard: expected a batch as a mapping, got {type(batch).__name__}")
+    if isinstance(pass_through, str):
+        raise TypeError(f"shard: pass_through is a list of keys; write ['{pass_through}']")
     tensors = [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
     others = {
         key: value
@@ -225,8 +257,12 @@ def _shifted(
 ) -> _C.RowBatch:
     if shift_labels:
         rows = _C.shift_left(rows, "labels", "labels")
-    for name, (key, steps) in (ahead or {}).items():
-        rows = _C.shift_left(rows, key, name, steps)
+    for name, what in (ahead or {}).items():
+        if not (isinstance(what, tuple) and len(what) == 2 and isinstance(what[0], str)):
+            raise TypeError(f"shard: ahead['{name}'] is {what!r}; expected (key, steps)")
+        if name in dict(rows.tokens) or name in _ADDED:
+            raise ValueError(f"shard: ahead would replace '{name}'; choose another name")
+        rows = _C.shift_left(rows, what[0], name, what[1])
     return rows
 
 
@@ -251,6 +287,8 @@ def _share(
         else:
             ownership = _C.Ownership.contiguous(packed.tokens, ranks)
     else:
+        if not isinstance(ownership, _C.Ownership):
+            raise TypeError(f"shard: ownership is a {type(ownership).__name__}, not an Ownership")
         form = layout if layout in ("rows", "stream") else _cut_named("shard", layout).form
         if ownership.ranks != ranks:
             raise ValueError(f"shard: the ownership has {ownership.ranks} ranks, the group {ranks}")

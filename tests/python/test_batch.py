@@ -1314,7 +1314,7 @@ class TestUnshardRefuses:
             (torch.tensor(1.0), {}, r"axis 1 of float32 \[\]", ValueError),
             (torch.zeros(2, 8), {"fill": "x"}, "expected a number, got str", ValueError),
             (torch.zeros(2, 8), {"fill": 2**70}, ".", OverflowError),
-            ([torch.zeros(2, 4), "x"], {}, "incompatible function arguments", TypeError),
+            ([torch.zeros(2, 4), "x"], {}, "expected a tensor, or a list", TypeError),
         ],
     )
     def test_what_does_not_fit(
