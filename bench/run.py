@@ -75,16 +75,19 @@ def shard_rows() -> list[dict[str, Any]]:
         torch.equal(mine[key], theirs[key])
         for key in ("input_ids", "labels", "position_ids", "padding_mask")
     )
-    keys = ("input_ids", "labels", "position_ids")
-
-    def copy() -> list[torch.Tensor]:
-        # As many bytes from the same tensors into new memory, in one piece.
-        return [batch[key][:, : TOKENS // ranks].clone() for key in keys]
-
-    t_ours, t_plain, t_moved = in_turns(ours, plain, copy)
+    moved = sum(mine[key].nbytes for key in ("input_ids", "labels", "position_ids", "padding_mask"))
+    # The machine's copy bandwidth: more than the caches hold, into memory that
+    # is there already.
+    source = torch.zeros(64 << 20, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    # The first of two calls finds the caches as the others left them, the second
+    # as a loader does that has just written the batch.
+    t_plain, t_copy, t_cold, t_warm = in_turns(plain, lambda: target.copy_(source), ours, ours)
+    t_moved = t_copy * moved / source.nbytes
     return [
-        row("pack + pad + shard, 1 M tokens, 8 ranks", right, t_ours, t_plain, ">= 10x"),
-        row("  against the machine's copy of the moved bytes", right, t_ours, t_moved, ">= 0.5x"),
+        row("pack + pad + shard, 1 M tokens, 8 ranks", right, t_cold, t_plain, ">= 10x"),
+        row("  against the machine's copy of the moved bytes", right, t_warm, t_moved, ">= 0.5x"),
+        row("  the same, caches cold", right, t_cold, t_moved, ">= 0.5x"),
     ]
 
 
