@@ -1,7 +1,7 @@
-"""The slow obvious answer: spec sections 1-5, 7.2-7.3 and 8 in plain loops.
+"""The slow obvious answer, in plain loops.
 
 Nothing here is shared with the library. Token by token, so that a reader can
-check it against the specification line by line.
+check it against the rules in docs/reference-map.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def head_tail(tokens: int, ranks: int, rank: int) -> list[int]:
 
 
 def document_partition(cu: Tensor, total: int, ranks: int, rank: int, strict: bool) -> Tensor:
-    """Spec 4.1. Unless strict, what lies behind the last offset is a unit too."""
+    """Unless strict, what lies behind the last offset is a unit too."""
     if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 2:
         raise ValueError("offsets must be an int32 vector of two or more entries")
     if not 0 <= rank < ranks:
@@ -88,7 +88,7 @@ def thd_lengths(
     row_length: int,
     strict: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Spec 2.1, steps 3 to 5; unless strict with checked rows and a mask of pads."""
+    """Offsets and the longest length; unless strict with checked rows and a mask of pads."""
     real = [[n for n in row if n != sentinel] for row in seq_lens.tolist()]
     slots = None
     if seq_lens_padded is not None:

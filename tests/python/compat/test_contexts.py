@@ -1,4 +1,4 @@
-"""Hooks, training contexts and the EAGLE-3 target: spec 5 and 6."""
+"""Hooks, training contexts and the EAGLE-3 target."""
 
 import contextlib
 

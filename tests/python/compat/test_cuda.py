@@ -20,9 +20,19 @@ def packed():
     )
 
 
+def additive():
+    mask = torch.full((2, 1, 7, 7), -1.0).triu(1)
+    mask[..., 6, 6] = -1.0
+    return mask
+
+
 CASES = {
     "head-tail": (
         lambda: row_batch(2, 7, attention_mask=torch.tensor([[1] * 6 + [0]] * 2)),
+        lambda b: cp_utils.make_cp_batch_and_ctx(DeviceMesh(cp=2), b)[1],
+    ),
+    "additive head-tail": (
+        lambda: row_batch(2, 7, attention_mask=additive()),
         lambda b: cp_utils.make_cp_batch_and_ctx(DeviceMesh(cp=2), b)[1],
     ),
     "te": (packed, lambda b: cp_utils.make_cp_batch_for_te(Mesh(2), b)),
@@ -35,6 +45,20 @@ CASES = {
     "dsv4": (
         lambda: row_batch(2, 7),
         lambda b: dsv4.make_dsv4_contiguous_shard_cp_batch_and_ctx(Mesh(2), None, b)[1],
+    ),
+    "additive dsv4": (
+        lambda: row_batch(2, 7, attention_mask=additive()),
+        lambda b: dsv4.make_dsv4_contiguous_shard_cp_batch_and_ctx(Mesh(2), None, b)[1],
+    ),
+    "additive gemma4": (
+        lambda: row_batch(2, 7, attention_mask=additive()),
+        lambda b: gemma4.make_contiguous_shard_cp_batch_and_ctx(Mesh(2), None, b)[1],
+    ),
+    "te with a loss mask": (
+        packed,
+        lambda b: cp_utils.make_cp_batch_and_ctx(DeviceMesh(cp=2), b, b["labels"] * 2, use_te=True)[
+            1
+        ],
     ),
     "gemma4": (
         lambda: row_batch(2, 7),

@@ -1,4 +1,4 @@
-"""make_cp_batch_and_ctx: dispatch, normalisation, padding, buffers (spec 3)."""
+"""make_cp_batch_and_ctx: dispatch, normalisation, padding, buffers."""
 
 import contextlib
 
@@ -97,6 +97,21 @@ def test_te_goes_through_the_replaceable_function(monkeypatch):
     }
 
 
+def test_te_gets_the_callers_batch_also_with_a_loss_mask(monkeypatch):
+    batches = []
+
+    def fake(cp_mesh, batch, **_):
+        batches.append((batch, list(batch)))
+        return "made"
+
+    monkeypatch.setattr(cp_utils, "make_cp_batch_for_te", fake)
+    batch = row_batch()
+    keys = list(batch)
+    for mask in (torch.ones(1, 3), torch.ones(7), "no tensor"):
+        assert make(DeviceMesh(cp=2), batch, mask, use_te=True)[1] == "made"
+    assert all(given is batch and seen == keys for given, seen in batches)
+
+
 # Normalisation and padding.
 
 
@@ -193,7 +208,7 @@ def test_other_tensors_are_not_touched(seen):
     assert batch["note"] == "x"
 
 
-# W5: the loss mask.
+# The loss mask.
 
 
 def test_strict_loses_the_loss_mask_and_default_returns_it(seen):
@@ -207,7 +222,7 @@ def test_strict_loses_the_loss_mask_and_default_returns_it(seen):
     assert batch["loss_mask"].tolist() == [[True, True, True, False]]
 
 
-# W9: the pads of the attention mask.
+# The pads of the attention mask.
 
 
 @pytest.mark.parametrize(
@@ -290,6 +305,16 @@ BAD = {
         "use bool",
         {"attention_mask": torch.ones(1, 1, 3, 3).long()},
     ),
+    "square of ones": (
+        ValueError,
+        "additive masks are <= 0",
+        {"attention_mask": torch.ones(1, 1, 3, 3).tril()},
+    ),
+    "square of complex": (
+        ValueError,
+        "use bool",
+        {"attention_mask": torch.ones(1, 1, 3, 3, dtype=torch.complex64)},
+    ),
     "long mask": (ValueError, "attention_mask", {"attention_mask": torch.ones(1, 5)}),
     "not square": (
         ValueError,
@@ -325,11 +350,21 @@ def test_refuses_a_loss_mask_of_another_length():
     refuses(ValueError, "loss_mask", batch, lambda: make(DeviceMesh(cp=2), batch, mask))
 
 
-def test_strict_accepts_square_integers(seen):
-    batch = row_batch(attention_mask=torch.ones(1, 1, 3, 3).long())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_strict_accepts_squares_of_ones(seen, dtype):
+    batch = row_batch(attention_mask=torch.ones(1, 1, 3, 3, dtype=dtype))
     with strict():
         make(DeviceMesh(cp=2), batch)
-    assert "attention_mask" not in batch
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+
+
+def test_the_mask_is_read_once(seen, monkeypatch):
+    reads = []
+    tolist, truth = torch.Tensor.tolist, torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append("list") or tolist(t))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: reads.append("bool") or truth(t))
+    make(DeviceMesh(cp=2), row_batch(attention_mask=torch.zeros(1, 1, 3, 3)))
+    assert reads == ["list"]
 
 
 def test_refuses_a_batch_that_is_no_map():

@@ -1,4 +1,4 @@
-"""DeepSeek V4: contiguous rows, the dense mask, gathers (spec 8.1 - 8.4)."""
+"""DeepSeek V4: contiguous rows, the dense mask, gathers."""
 
 import contextlib
 import types
@@ -77,6 +77,18 @@ def test_square_integer_masks_are_refused_and_strict_reads_them_as_additive():
     with strict():
         make(Mesh(1), None, batch)
     assert batch["padding_mask"].tolist() == [[True] * 4]
+
+
+def test_additive_masks_above_zero_are_refused_and_strict_reads_them_as_pads():
+    for mask in (torch.eye(3)[None, None], torch.ones(1, 2, 3, 3)):
+        batch = row_batch(attention_mask=mask)
+        refuses(ValueError, "additive masks are <= 0", batch, lambda b=batch: make(Mesh(1), 0, b))
+        with strict():
+            make(Mesh(1), None, batch)
+        assert batch["padding_mask"].tolist() == [[True] * 4]
+    batch = row_batch(attention_mask=torch.full((1, 1, 3, 3), -1.0).triu(1))
+    make(Mesh(1), None, batch)
+    assert batch["padding_mask"].tolist() == [[False, False, False, True]]
 
 
 def test_one_row_of_positions_stays_one_row_and_planes_count_on():
@@ -171,6 +183,16 @@ def test_worked_multiples(ratios, multiple):
     assert dsv4.dsv4_cp_local_seq_multiple(config) == multiple
     assert dsv4.dsv4_cp_local_seq_multiple(model) == multiple
     assert dsv4.dsv4_cp_local_seq_multiple(object()) == 1
+
+
+def test_only_integers_above_zero_are_ratios():
+    multiple = dsv4.dsv4_cp_local_seq_multiple
+    for odd in ("4", 4.0, 4.5, None, True, -4, [4]):
+        assert multiple(types.SimpleNamespace(compress_ratios=[odd])) == 1
+        assert multiple(types.SimpleNamespace(compress_ratios=(odd, 6))) == 6
+    for bad in (4, "44"):
+        with pytest.raises(TypeError, match="dsv4_cp_local_seq_multiple: `compress_ratios`"):
+            multiple(types.SimpleNamespace(compress_ratios=bad))
 
 
 def test_lcm():

@@ -1,4 +1,4 @@
-"""Gemma4: contiguous rows with side tensors (spec 9.2)."""
+"""Gemma4: contiguous rows with side tensors."""
 
 import contextlib
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from compat_support import BareMesh, DeviceMesh, Mesh, cp_utils, gemma4, refuses
 from compat_support import row_batch as rows_of
+from longspan.compat.nemo import strict
 
 make = gemma4.make_contiguous_shard_cp_batch_and_ctx
 
@@ -99,6 +100,20 @@ def test_a_block_causal_mask_only_gives_its_diagonal():
     batch = example(attention_mask=mask)
     make(Mesh(1), None, batch)
     assert batch["padding_mask"].tolist() == [[False, False, False, True]]
+
+
+def test_additive_masks_above_zero_are_refused_and_strict_reads_them_as_pads():
+    batch = example(attention_mask=torch.eye(3)[None, None])
+    refuses(ValueError, "additive masks are <= 0", batch, lambda: make(Mesh(1), None, batch))
+    refuses(
+        ValueError,
+        "^_prepare_manual_cp_batch: `attention_mask`",
+        batch,
+        lambda: gemma4._prepare_manual_cp_batch(Mesh(1), None, batch, None),
+    )
+    with strict():
+        make(Mesh(1), None, batch)
+    assert batch["padding_mask"].tolist() == [[True] * 4]
 
 
 def test_prepare_returns_its_six_answers():

@@ -1,4 +1,4 @@
-"""GLM's packed stream and its kernel entry points: spec 7.2, 7.3, 7.6."""
+"""GLM's packed stream and its kernel entry points."""
 
 import contextlib
 import types
@@ -166,10 +166,13 @@ def test_a_slice_without_a_mask_of_pads_derives_it():
         assert slice_chunk(chunk(), 1, 9)["padding_mask"].tolist() == [False, True]
 
 
-def test_a_slice_with_one_offset_array_compares_ids():
-    given = chunk()
+def test_a_slice_with_one_offset_array_has_pads_behind_it():
+    given = chunk(cu_seqlens=torch.tensor([0, 1, 3, -1000]))
     del given["cu_seqlens_padded"]
-    assert slice_chunk(given, 1, 9)["padding_mask"].tolist() == [False, True]
+    assert slice_chunk(given, 0, 1)["padding_mask"].tolist() == [False, False]
+    assert slice_chunk(given, 1, 3)["padding_mask"].tolist() == [False, True]
+    with strict():
+        assert slice_chunk(given, 1, 3)["padding_mask"].tolist() == [True, False]
 
 
 BAD = {
@@ -257,6 +260,37 @@ def test_windows_refuse_what_is_no_vector_of_offsets(bad):
         kernels._generate_padded_varlen_mask_params(bad, good)
     with pytest.raises((ValueError, TypeError), match="cu_seqlens_padded"):
         kernels._generate_padded_varlen_mask_params(good, bad)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_behind_the_documents_see_themselves(group_of, monkeypatch, rank):
+    group_of(2, rank)
+    seen = []
+
+    def indexer(q, k, w, starts, ends, topk):
+        seen.append((starts.tolist(), ends.tolist()))
+        return None, torch.zeros(4, 1)
+
+    monkeypatch.setattr(kernels, "_slime_lighting_indexer", indexer)
+    _, batch = make(Mesh(2), None, packed_batch([[1, 2, 3, 4, 5, 0, 0, 0]], [[5]], None))
+    assert batch["cu_seqlens"].tolist() == [0, 5]
+    assert batch["padding_mask"].tolist() == [[False] * 4, [False, True, True, True]][rank]
+
+    def choose(queries, rows, **more):
+        q, k = torch.ones(rows, 1, 2), torch.ones(8, 2)
+        kernels.tilelang_indexer_topk(q, k, q[..., 0], batch["cu_seqlens"], 1, queries, **more)
+        return seen.pop()
+
+    starts, ends = [0] * 5 + [5, 6, 7], list(range(1, 9))
+    mine = slice(4 * rank, 4 * rank + 4)
+    queries = batch["glm_dsa_cp_query_indices"]
+    assert choose(queries, 4) == (starts[mine], ends[mine])
+    assert choose(None, 8) == (starts, ends)
+    padded = torch.tensor([0, 6], dtype=torch.int32)
+    windows = ([0] * 6 + [6, 7], [1, 2, 3, 4, 5, 5, 7, 8])
+    assert choose(None, 8, cu_seqlens_padded=padded) == windows
+    with strict():
+        assert choose(None, 8) == ([0] * 5, [1, 2, 3, 4, 5])
 
 
 # Backends.

@@ -1,4 +1,4 @@
-"""Names, parameter names, defaults and keyword-only-ness of spec 10.1 - 10.6."""
+"""Names, parameter names, defaults and keyword-only-ness of every function."""
 
 import inspect
 import typing

@@ -1,4 +1,4 @@
-"""Per-document head-tail shares of a stream: spec 4."""
+"""Per-document head-tail shares of a stream."""
 
 import sys
 
@@ -120,7 +120,7 @@ def test_the_group_must_be_up_when_there_are_ranks():
     refuses((ValueError, RuntimeError), "group", batch, lambda: make(Mesh(2), batch))
 
 
-# W1: pads.
+# Pads.
 
 
 def test_pads_follow_from_the_lengths_and_strict_compares_ids(group_of):
@@ -150,6 +150,10 @@ def test_chunks_are_stacked(group_of):
         [[4, 4], [8, -1000]],
     )
     out = make(Mesh(2), batch, num_chunks=2)
+    assert list(out) == [
+        *("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "padding_mask"),
+        *("qkv_format", "cp_size", "cp_rank"),
+    ]
     assert out["input_ids"].tolist() == [[2, 3, 6, 7], [13, 14, 15, 16]]
     assert out["cu_seqlens"].tolist() == [[0, 4, 8], [0, 8, -1000]]
     assert out["max_seqlen"].tolist() == [4, 8]
@@ -170,7 +174,7 @@ def test_ranks_together_hold_every_token_once(group_of, ranks):
     assert sorted(held) == ids
 
 
-# W5 through the dispatcher.
+# The loss mask through the dispatcher.
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -185,12 +189,47 @@ def test_the_dispatcher_returns_the_loss_mask(group_of, ranks, chunks):
         DeviceMesh(cp=ranks), batch, mask, use_te=True, num_chunks=chunks
     )
     assert torch.equal(out["loss_mask"], out["input_ids"] * 10)
+    assert list(out)[-1] == "loss_mask"
     assert set(batch) == keys
     with strict():
         _, out = cp_utils.make_cp_batch_and_ctx(
             DeviceMesh(cp=ranks), batch, mask, use_te=True, num_chunks=chunks
         )
     assert "loss_mask" not in out
+
+
+def test_the_loss_mask_reaches_through_a_wrapper_and_only_its_own_batch(group_of, monkeypatch):
+    group_of(2, 0)
+    batch = packed_batch([[1, 2, 3, 4]], [[4]], [[4]])
+    mask = batch["input_ids"] * 10
+
+    def on_a_copy(mesh, given, **keywords):
+        return make(mesh, dict(given), **keywords)
+
+    def on_another(mesh, given, **keywords):
+        return make(mesh, packed_batch([[1, 2, 3, 4]] * 2, [[4]] * 2, [[4]] * 2), **keywords)
+
+    def masks(function):
+        monkeypatch.setattr(cp_utils, "make_cp_batch_for_te", function)
+        made = cp_utils.make_cp_batch_and_ctx(DeviceMesh(cp=2), batch, mask, use_te=True)[1]
+        return made.get("loss_mask")
+
+    assert masks(on_a_copy).tolist() == [10, 40]
+    assert masks(on_another) is None
+    assert "loss_mask" not in make(Mesh(2), batch)
+
+
+def test_the_dispatcher_refuses_a_loss_mask_of_another_shape(group_of):
+    group_of(2, 0)
+    batch = packed_batch([[1, 2, 3, 4]], [[4]], [[4]])
+    for mask, error in ((torch.ones(1, 3), ValueError), ("mask", TypeError)):
+        refuses(
+            error,
+            "make_cp_batch_and_ctx: `loss_mask`",
+            batch,
+            lambda m=mask: cp_utils.make_cp_batch_and_ctx(DeviceMesh(cp=2), batch, m, use_te=True),
+        )
+    assert "loss_mask" not in make(Mesh(2), batch)
 
 
 # One chunk.
@@ -233,11 +272,17 @@ def test_one_chunk_without_a_mask_derives_it(group_of):
     assert out["padding_mask"].tolist() == [True, False, False, False]
 
 
-def test_one_chunk_with_only_offsets_compares_ids(group_of):
+def test_one_chunk_with_only_offsets_has_pads_behind_them(group_of):
     group_of(2, 0)
+    for cu, pads in (([0, 4, 8], []), ([0, 4, -1000], [2, 3]), ([0, 0], [0, 1, 2, 3])):
+        batch = chunk(cu_seqlens=torch.tensor(cu, dtype=torch.int32))
+        del batch["cu_seqlens_padded"]
+        out = shard(batch, Mesh(2), "thd", -1000, padding_token_id=5)
+        assert out["padding_mask"].nonzero().flatten().tolist() == pads
     batch = chunk(cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32))
     del batch["cu_seqlens_padded"]
-    out = shard(batch, Mesh(2), "thd", -1000, padding_token_id=5)
+    with strict():
+        out = shard(batch, Mesh(2), "thd", -1000, padding_token_id=5)
     assert out["padding_mask"].tolist() == [False, False, True, False]
 
 
@@ -251,13 +296,33 @@ BAD = {
     "float offsets": (ValueError, "integers", {"cu_seqlens": torch.zeros(3)}),
     "one offset": (
         ValueError,
-        "cu",
+        "^_shard_thd_chunk_for_te: `cu_seqlens` is .0.: no document",
         {"cu_seqlens_padded": torch.zeros(1, dtype=torch.int32)},
     ),
     "odd offsets": (
         ValueError,
         "multiple",
         {"cu_seqlens_padded": torch.tensor([0, 3, 8], dtype=torch.int32)},
+    ),
+    "falling lengths": (
+        ValueError,
+        "`cu_seqlens` must start with 0",
+        {"cu_seqlens": torch.tensor([0, 4, 3])},
+    ),
+    "long lengths": (
+        ValueError,
+        "`cu_seqlens` ends at 9 but the stream has 8",
+        {"cu_seqlens": torch.tensor([0, 4, 9])},
+    ),
+    "other documents": (
+        ValueError,
+        "4 offsets but `cu_seqlens_padded` has 3",
+        {"cu_seqlens": torch.tensor([0, 1, 2, 3])},
+    ),
+    "wide offsets": (
+        ValueError,
+        "int32",
+        {"cu_seqlens_padded": torch.tensor([0, 4, 2**32 + 8])},
     ),
     "null positions": (ValueError, "position_ids. is null", {"position_ids": None}),
     "short labels": (ValueError, "labels.*8 tokens", {"labels": torch.arange(4)}),
@@ -285,3 +350,17 @@ def test_refuses_null_positions_over_ranks(group_of):
     group_of(2, 0)
     batch = {**example(), "position_ids": None}
     refuses(ValueError, "position_ids", batch, lambda: make(Mesh(2), batch))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_refuses_streams_without_documents(group_of, chunks):
+    group_of(2, 0)
+    batch = packed_batch([[1, 2, 3, 4]] * chunks, [[-1000]] * chunks, [[-1000]] * chunks)
+    message = "^make_cp_batch_for_te: .*no document to share over 2 ranks; give at least one"
+    refuses(ValueError, message, batch, lambda: make(Mesh(2), batch, num_chunks=chunks))
+
+
+def test_a_row_of_pads_alone_is_a_document_without_tokens(group_of):
+    group_of(2, 0)
+    out = make(Mesh(2), packed_batch([[1, 2, 3, 4]], [[0]], [[4]]))
+    assert out["padding_mask"].tolist() == [True, True]

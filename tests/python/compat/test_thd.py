@@ -1,4 +1,4 @@
-"""Rows become a stream: spec 2, with W1-W4 in both modes."""
+"""Rows become a stream, by default and in strict."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ split = thd_utils.split_batch_into_thd_chunks
 
 NONE = -1000
 
-# rows x length, seq_lens, seq_lens_padded, cu, cu_padded, longest (spec 2.2).
+# rows x length, seq_lens, seq_lens_padded, cu, cu_padded, longest.
 WORKED = [
     (1, 8, [[5]], [[8]], [0, 8], None, 8),
     (1, 8, [[5]], None, [0, 5], None, 5),
@@ -136,7 +136,7 @@ def test_activations_keep_their_width_and_a_width_of_one_is_dropped():
     assert process(batch)["input_ids"].shape == (2,)
 
 
-# W1 and W2: pads.
+# Pads.
 
 
 def test_a_token_with_the_pad_id_is_not_a_pad():
@@ -189,7 +189,7 @@ def test_activations_have_one_mask_entry_for_each_token():
         assert process(batch)["padding_mask"].shape == (3, 4)
 
 
-# W3: rows that their slots do not fill.
+# Rows that their slots do not fill.
 
 
 def test_a_tail_inside_the_batch_belongs_to_the_slot_before_it():

@@ -1,7 +1,8 @@
 """NeMo AutoModel's context-parallel modules, name for name.
 
 Results follow the reference, except where it is wrong; ``with strict():`` brings
-back its rule there too. docs/reference-map.md lists every difference.
+back its rules there too. Bad arguments are refused either way.
+docs/reference-map.md lists every difference.
 """
 
 from longspan.compat.nemo._strict import is_strict, strict

@@ -21,10 +21,6 @@ Batch = MutableMapping[str, Any]
 
 PRIMARY_KEYS = ("inputs_embeds", "input_ids")
 
-# make_cp_batch_and_ctx hands its loss mask through the THD conversion under
-# this key, because the functions on the way have no argument for it.
-LOSS_MASK_ARGUMENT = "_longspan_loss_mask"
-
 INT32_MAX = 2**31 - 1
 
 
@@ -81,17 +77,28 @@ def initialized(dist: Any) -> bool:
     return bool((available is None or available()) and dist.is_initialized())
 
 
-def cp_rank(mesh: Any, dist: Any, *, ask_mesh: bool) -> int:
+def cp_rank(who: str, mesh: Any, dist: Any, *, ask_mesh: bool) -> int:
     """This process in the CP group.
 
     The process group answers if it can; then the mesh, where the reference's
     module asks it too; else the rank is 0.
     """
+    rank = 0
     if initialized(dist):
-        return int(dist.get_rank(group=mesh.get_group()))
-    if ask_mesh and hasattr(mesh, "get_local_rank"):
-        return int(mesh.get_local_rank())
-    return 0
+        rank = int(dist.get_rank(group=mesh.get_group()))
+    elif ask_mesh and hasattr(mesh, "get_local_rank"):
+        rank = int(mesh.get_local_rank())
+    return check_rank(who, rank, mesh_size(mesh))
+
+
+def check_rank(who: str, rank: int, ranks: int) -> int:
+    """`rank`, which must be one of the mesh's."""
+    if not 0 <= rank < ranks:
+        raise ValueError(
+            f"{who}: this process is rank {rank} of {ranks} ranks; build the mesh over "
+            "the process group that it asks, and call this in its ranks alone"
+        )
+    return rank
 
 
 def cp_enabled(group: Any, dist: Any) -> bool:
@@ -184,11 +191,16 @@ def drop_attention_mask(who: str, batch: Batch) -> Tensor | None:
     mask = batch.pop("attention_mask", None)
     if mask is None or batch.get("padding_mask") is not None:
         return None
-    return pads_of_attention_mask(who, mask)
+    pads, _ = pads_of_attention_mask(who, mask, look=False)
+    return pads
 
 
-def pads_of_attention_mask(who: str, mask: Any) -> Tensor:
-    """[rows, tokens] bool, True = pad."""
+def pads_of_attention_mask(who: str, mask: Any, *, look: bool) -> tuple[Tensor, bool]:
+    """[rows, tokens] bool, True = pad; with `look`, whether there is any.
+
+    A mask on a device is read at most once, to look and to check that what is
+    added is not above 0.
+    """
     tensor = tensor_at(who, "attention_mask", mask)
     if tensor.dim() not in (2, 4):
         raise ValueError(
@@ -200,14 +212,27 @@ def pads_of_attention_mask(who: str, mask: Any) -> Tensor:
             f"{who}: `attention_mask` is {shape_of(tensor)}; expected a square of "
             "queries and keys, or pass `padding_mask`"
         )
-    if tensor.dim() == 4 and is_integral(tensor) and not is_strict():
+    checked = tensor.dim() == 4 and tensor.dtype != torch.bool and not is_strict()
+    if checked and not tensor.is_floating_point():
         raise ValueError(
             f"{who}: `attention_mask` of rank 4 is {tensor.dtype}; 1 could mean "
             "attend or add 1, so use bool (True = attend) or floating (0 = attend)"
         )
     # Like the reference only the diagonal is read, also outside strict: what
     # else is in the mask (documents, groups) travels in other keys.
-    return _C.pads_of_attention_mask(tensor, True)
+    pads = _C.pads_of_attention_mask(tensor, True)
+    facts = []
+    if checked:
+        facts.append((tensor.diagonal(dim1=-2, dim2=-1) > 0).any())
+    if look:
+        facts.append(pads.any())
+    answers = torch.stack(facts).tolist() if facts else []
+    if checked and answers[0]:
+        raise ValueError(
+            f"{who}: `attention_mask` of rank 4 is {tensor.dtype} and above 0 on its "
+            "diagonal, but additive masks are <= 0 (0 = attend); if 1 means attend, use bool"
+        )
+    return pads, bool(answers[-1]) if look else True
 
 
 def positions_into(who: str, batch: Batch, primary: Tensor, *, expand: bool) -> tuple[Tensor, int]:

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from longspan import _C
 from longspan.compat.nemo._batch import (
     INT32_MAX,
-    LOSS_MASK_ARGUMENT,
     Batch,
     check_row_matrix,
     integer,
@@ -185,9 +184,16 @@ class _Rows:
         return _C.thd_lengths(lengths, slots, self.sentinel, rows, length, self.strict)
 
 
-def streams_of(who: str, batch: Batch, num_chunks: Any, sentinel: Any, pad_id: Any) -> Streams:
+def streams_of(
+    who: str,
+    batch: Batch,
+    num_chunks: Any,
+    sentinel: Any,
+    pad_id: Any,
+    loss_mask: Any = None,
+) -> Streams:
     """Check a batch of rows and lay `num_chunks` groups of them end to end."""
-    rows = _checked(who, batch, sentinel, pad_id)
+    rows = _checked(who, batch, sentinel, pad_id, loss_mask)
     chunks = max(integer(who, "num_chunks", num_chunks), 1)
     count = rows.tokens.shape[0]
     each = count // chunks
@@ -207,7 +213,7 @@ def streams_of(who: str, batch: Batch, num_chunks: Any, sentinel: Any, pad_id: A
     )
 
 
-def _checked(who: str, batch: Batch, sentinel: Any, pad_id: Any) -> _Rows:
+def _checked(who: str, batch: Batch, sentinel: Any, pad_id: Any, loss_mask: Any) -> _Rows:
     if not isinstance(batch, Mapping):
         raise TypeError(f"{who}: the batch is a {type(batch).__name__}; pass a dict")
     values = {key: required(who, batch, key) for key in _REQUIRED}
@@ -232,7 +238,6 @@ def _checked(who: str, batch: Batch, sentinel: Any, pad_id: Any) -> _Rows:
         )
     labels = check_row_matrix(who, "labels", values["labels"], count, length)
     lengths, slots = _lengths(who, values["seq_lens"], values["seq_lens_padded"], count, strict)
-    loss_mask = batch.get(LOSS_MASK_ARGUMENT)
     if loss_mask is not None:
         loss_mask = check_row_matrix(who, "loss_mask", loss_mask, count, length)
     padding = None

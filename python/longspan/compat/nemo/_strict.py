@@ -1,4 +1,4 @@
-"""The one switch of the drop-in: follow the reference even where it is wrong."""
+"""The one switch of the drop-in: the reference's rules, also where they are wrong."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import contextlib
 from contextvars import ContextVar
 from types import TracebackType
 
-# How many `with strict():` blocks this thread or task is inside.
-_depth: ContextVar[int] = ContextVar("longspan.compat.nemo.strict", default=0)
+# The `with strict():` blocks that this thread or task is inside.
+_entered: ContextVar[tuple[strict, ...]] = ContextVar("longspan.compat.nemo.strict", default=())
 
 
 class strict(contextlib.ContextDecorator):
-    """Inside this context the drop-in follows the reference to the letter.
+    """Inside this context the drop-in follows the reference's rules where they differ.
 
-    It holds for the current thread and task only, and may be nested.
+    Arguments are still checked, and bad ones refused with the same messages. It
+    holds for the current thread and task only, and may be nested.
     """
 
     def __enter__(self) -> strict:
-        _depth.set(_depth.get() + 1)
+        _entered.set((*_entered.get(), self))
         return self
 
     def __exit__(
@@ -26,9 +27,15 @@ class strict(contextlib.ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _depth.set(_depth.get() - 1)
+        # Left in another thread or task than it was entered in, there is nothing
+        # of this block here to end.
+        entered = _entered.get()
+        for i in reversed(range(len(entered))):
+            if entered[i] is self:
+                _entered.set(entered[:i] + entered[i + 1 :])
+                return
 
 
 def is_strict() -> bool:
     """Whether the caller is inside ``with strict():``."""
-    return _depth.get() > 0
+    return bool(_entered.get())

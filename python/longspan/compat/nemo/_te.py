@@ -2,16 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan import _C
-from longspan.compat.nemo._batch import Batch, is_integral, required, shape_of, tensor_at
+from longspan.compat.nemo._batch import (
+    INT32_MAX,
+    Batch,
+    is_integral,
+    required,
+    shape_of,
+    tensor_at,
+)
+from longspan.compat.nemo._stream import Streams
 from longspan.compat.nemo._strict import is_strict
 
-_PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
+# The order of keys once the shares of chunks are stacked.
+_STACKED = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "padding_mask")
+
+
+# The dispatcher's loss mask on its way through make_cp_batch_for_te, which has no
+# argument for it and may be replaced: (the batch it belongs to, the mask).
+_carried: ContextVar[tuple[Batch, Any] | None] = ContextVar(
+    "longspan.compat.nemo.loss_mask", default=None
+)
+
+
+@contextlib.contextmanager
+def carrying_loss_mask(batch: Batch, loss_mask: Any) -> Iterator[None]:
+    """Inside, `carried_loss_mask(batch)` is `loss_mask`."""
+    token = _carried.set(None if loss_mask is None else (batch, loss_mask))
+    try:
+        yield
+    finally:
+        _carried.reset(token)
+
+
+def carried_loss_mask(batch: Batch) -> Any:
+    """The loss mask that is carried for `batch`, or for the rows it was made of."""
+    carried = _carried.get()
+    if carried is None:
+        return None
+    owner, mask = carried
+    if batch is owner:
+        return mask
+    ids = batch.get("input_ids")
+    fits = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape[:2]
+    return mask if fits else None
+
+
+def share_streams(
+    who: str,
+    streams: Streams,
+    ranks: int,
+    rank: int,
+    *,
+    qkv_format: str,
+    padding_token_id: int,
+) -> Batch:
+    """The shares of all chunks, stacked if there is a chunk axis."""
+    converted = streams.as_map()
+    shares = []
+    for chunk, stream in enumerate(streams.streams):
+        if stream.offsets is None:
+            raise ValueError(
+                f"{who}: BSHD format is not supported: `seq_lens` is null; give "
+                "the lengths of the documents"
+            )
+        fields = converted
+        if streams.chunked:
+            fields = {
+                key: value[chunk] if isinstance(value, Tensor) else value
+                for key, value in converted.items()
+            }
+        shares.append(
+            share_stream(
+                who,
+                fields,
+                ranks,
+                rank,
+                qkv_format=qkv_format,
+                offsets=stream.offsets,
+                padding_token_id=padding_token_id,
+                loss_mask=stream.loss_mask,
+            )
+        )
+    if not streams.chunked:
+        return shares[0]
+    out: dict[str, Any] = {key: torch.stack([each[key] for each in shares]) for key in _STACKED}
+    out |= {key: shares[0][key] for key in ("qkv_format", "cp_size", "cp_rank")}
+    if "loss_mask" in shares[0]:
+        out["loss_mask"] = torch.stack([each["loss_mask"] for each in shares])
+    return out
 
 
 def share_stream(
@@ -26,25 +113,28 @@ def share_stream(
     lengths: Tensor | None = None,
     loss_mask: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Spec 4.2; the per-token tensors of `batch` become shares.
+    """A rank's share of one stream; the per-token tensors of `batch` become shares.
 
-    `offsets` are the slots' on the host, without sentinels. If `batch` has no
-    mask of pads it follows from `lengths`, the cumulative real ones.
+    `offsets` of the slots and `lengths`, the cumulative real ones, are on the host,
+    without sentinels. They tell the pads if `batch` has no mask of them; without
+    `lengths` all slots are full.
     """
     strict = is_strict()
-    share = _Share(who, offsets.to(torch.int32), ranks, rank, strict)
-    for key in _PER_TOKEN[:3]:
+    share = _Share(who, _checked_offsets(who, offsets, ranks), ranks, rank, strict)
+    for key in ("input_ids", "labels", "position_ids"):
         batch[key] = share.of(key, required(who, batch, key))
     ids = batch["input_ids"]
     padding = batch.get("padding_mask")
-    if padding is None and lengths is not None and not strict:
-        padding = padding_of_offsets(lengths, offsets, share.total).to(ids.device)
     if padding is not None:
-        padding = share.of("padding_mask", padding)
-        if "padding_mask" in batch:
-            batch["padding_mask"] = padding
+        padding = batch["padding_mask"] = share.of("padding_mask", padding)
     if strict or not ids.is_floating_point():
         ids = ids.to(torch.int64)
+    if strict:
+        padding = ids == padding_token_id
+    elif padding is None:
+        real = offsets if lengths is None else lengths
+        padding = padding_of_offsets(who, real, offsets, share.total).to(ids.device)
+        padding = share.of("padding_mask", padding)
     published = batch.get("cu_seqlens_padded")
     if published is None:
         published = batch["cu_seqlens"]
@@ -55,7 +145,7 @@ def share_stream(
         "cu_seqlens": published.to(torch.int32),
         "max_seqlen": offsets.diff().max().to(torch.int32).to(published.device),
         "qkv_format": qkv_format,
-        "padding_mask": local_padding(padding, ids, padding_token_id),
+        "padding_mask": padding.to(torch.bool),
         "cp_size": ranks,
         "cp_rank": rank,
     }
@@ -64,22 +154,23 @@ def share_stream(
     return out
 
 
-def local_padding(padding: Tensor | None, ids: Tensor, padding_token_id: int) -> Tensor:
-    """A rank's mask of pads: known from the stream, or read off the token ids."""
-    if not is_strict():
-        if padding is not None:
-            return padding.to(torch.bool)
-        if ids.is_floating_point():
-            return torch.zeros(ids.shape[:1], dtype=torch.bool, device=ids.device)
-    return ids == padding_token_id
+def _checked_offsets(who: str, offsets: Tensor, ranks: int) -> Tensor:
+    """int32, with at least one document."""
+    if offsets.numel() < 2:
+        raise ValueError(
+            f"{who}: `cu_seqlens` is {offsets.tolist()}: no document to share over "
+            f"{ranks} ranks; give at least one length (a row of pads alone is a document "
+            "of length 0 in a slot as long as the row)"
+        )
+    if int(offsets.max()) > INT32_MAX:
+        raise ValueError(f"{who}: an offset of {int(offsets.max())} does not fit in int32")
+    return offsets.to(torch.int32)
 
 
-def offsets_on_host(
-    who: str, cu: Any, cu_padded: Any, sentinel: int
-) -> tuple[Tensor | None, Tensor]:
-    """(cumulative real lengths or None, offsets of the slots), with one read.
+def offsets_on_host(who: str, cu: Any, cu_padded: Any, sentinel: int) -> tuple[Tensor, Tensor]:
+    """(cumulative real lengths, offsets of the slots), with one read.
 
-    Both without sentinels. The first is None where `cu` serves as both.
+    Both without sentinels. Where `cu` is alone it serves as both.
     """
     arrays = [tensor_at(who, "cu_seqlens", cu).reshape(-1)]
     if cu_padded is not None:
@@ -94,13 +185,31 @@ def offsets_on_host(
     def real(offsets: Tensor) -> Tensor:
         return offsets[(offsets != sentinel) & (offsets >= 0)]
 
-    return (None, real(lengths)) if cu_padded is None else (real(lengths), real(slots))
+    return real(lengths), real(lengths if cu_padded is None else slots)
 
 
-def padding_of_offsets(lengths: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Pads of a stream, from cumulative real lengths and offsets of slots."""
-    real = lengths.diff().to(torch.int64).unsqueeze(0)
-    slots = offsets.diff().to(torch.int64).unsqueeze(0)
+def padding_of_offsets(who: str, lengths: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Pads of a stream, from cumulative real lengths and offsets of slots.
+
+    What lies behind the last slot is a pad too.
+    """
+    for name, array in (("cu_seqlens", lengths), ("cu_seqlens_padded", offsets)):
+        if array.numel() == 0:
+            continue
+        if int(array[0]) != 0 or bool((array.diff() < 0).any()):
+            raise ValueError(f"{who}: `{name}` must start with 0 and never fall")
+        if int(array[-1]) > total:
+            raise ValueError(
+                f"{who}: `{name}` ends at {int(array[-1])} but the stream has {total} tokens"
+            )
+    # One slot may hold several documents.
+    if lengths.numel() != offsets.numel() and offsets.numel() != 2:
+        raise ValueError(
+            f"{who}: `cu_seqlens` has {lengths.numel()} offsets but `cu_seqlens_padded` "
+            f"has {offsets.numel()}; give one slot for each document"
+        )
+    real = lengths.diff().unsqueeze(0)
+    slots = offsets.diff().unsqueeze(0)
     *_, padding = _C.thd_lengths(real, slots, -1000, 1, total, False)
     assert padding is not None
     return padding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ import torch.distributed.tensor.parallel
 from torch import Tensor, nn
 
 from longspan.compat.nemo._batch import (
-    LOSS_MASK_ARGUMENT,
     Batch,
     Mesh,
     check_axis,
+    check_rank,
     check_rows,
     integer,
     mesh_size,
@@ -30,9 +29,17 @@ from longspan.compat.nemo._batch import (
     tensor_at,
     unchanged_on_error,
 )
+from longspan.compat.nemo._context import TokenShardContext
+from longspan.compat.nemo._edge import public
 from longspan.compat.nemo._stream import streams_of
 from longspan.compat.nemo._strict import is_strict
-from longspan.compat.nemo._te import offsets_on_host, share_stream
+from longspan.compat.nemo._te import (
+    carried_loss_mask,
+    carrying_loss_mask,
+    offsets_on_host,
+    share_stream,
+    share_streams,
+)
 
 __all__ = [
     "attach_context_parallel_hooks",
@@ -59,43 +66,7 @@ _PAD_VALUES = {
 _ROTATE_METHODS = ("allgather", "alltoall")
 
 
-class _TokenShardContext:
-    """Shards buffers and rings attention while entered; built, not yet enterable.
-
-    With one rank there is nothing to shard, and entering does nothing.
-    """
-
-    def __init__(
-        self,
-        cp_mesh: Mesh,
-        buffers: Sequence[Tensor],
-        seq_dims: Sequence[int],
-        no_restore: set[Tensor],
-        rotate_method: str | None,
-        layout: str,
-    ) -> None:
-        self.cp_mesh = cp_mesh
-        self.buffers = list(buffers)
-        self.seq_dims = list(seq_dims)
-        self.no_restore = no_restore
-        self.rotate_method = rotate_method
-        self.layout = layout
-
-    def __enter__(self) -> None:
-        if mesh_size(self.cp_mesh) > 1:
-            raise NotImplementedError(
-                "create_context_parallel_ctx: entering the context comes with attention over ranks"
-            )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
-
-
+@public
 def _build_position_ids(batch: Batch, device: torch.device | str | None) -> Batch:
     """Adds `position_ids` [1, S] that count from 0, if there are none."""
     if "position_ids" not in batch:
@@ -136,6 +107,7 @@ def attach_cp_sdpa_hooks(model: nn.Module, cp_mesh: Mesh) -> None:
         raise NotImplementedError("attach_cp_sdpa_hooks: comes with attention over ranks")
 
 
+@public
 def create_context_parallel_ctx(
     cp_mesh: Mesh,
     cp_buffers: list[Tensor],
@@ -170,11 +142,10 @@ def create_context_parallel_ctx(
             f"{who}: rotate method {cp_rotate_method!r}; there are "
             f"{' and '.join(map(repr, _ROTATE_METHODS))}"
         )
-    return _TokenShardContext(
-        cp_mesh, buffers, dims, set(kept_local), cp_rotate_method, "head-tail"
-    )
+    return TokenShardContext(cp_mesh, buffers, dims, set(kept_local), cp_rotate_method, "head-tail")
 
 
+@public
 def gather_cp_seq(
     cp_mesh: Mesh, tensors: Sequence[Tensor], seq_dim: int, orig_len: int
 ) -> list[Tensor]:
@@ -223,6 +194,7 @@ def get_train_context(
     return train_context
 
 
+@public
 def make_cp_batch_and_ctx(
     device_mesh: Any,
     batch: Batch,
@@ -236,7 +208,8 @@ def make_cp_batch_and_ctx(
 
     Dispatches to the model's own function, to the TE path, to nothing with one
     rank, or to the head-tail path, which pads to a multiple of twice the ranks.
-    A loss mask comes back as `batch["loss_mask"]`.
+    The head-tail and TE paths return a loss mask as `batch["loss_mask"]`; with one
+    rank and without TE the batch stays as it is, and the caller's mask fits it.
     """
     cp_mesh = submesh(device_mesh, "cp")
     tp_mesh = submesh(device_mesh, "tp")
@@ -253,17 +226,15 @@ def make_cp_batch_and_ctx(
             )
             return made
         if use_te:
-            rows = batch
-            if loss_mask is not None and not is_strict():
-                rows = {**batch, LOSS_MASK_ARGUMENT: loss_mask}
-            return contextlib.nullcontext, make_cp_batch_for_te(
-                cp_mesh,
-                rows,
-                qkv_format="thd",
-                padding_token_id=padding_token_id,
-                num_chunks=num_chunks,
-                seq_lens_padding_value=seq_lens_padding_value,
-            )
+            with carrying_loss_mask(batch, None if is_strict() else loss_mask):
+                return contextlib.nullcontext, make_cp_batch_for_te(
+                    cp_mesh,
+                    batch,
+                    qkv_format="thd",
+                    padding_token_id=padding_token_id,
+                    num_chunks=num_chunks,
+                    seq_lens_padding_value=seq_lens_padding_value,
+                )
         if ranks <= 1:
             return contextlib.nullcontext, batch
         return _make_head_tail_batch(cp_mesh, ranks, batch, loss_mask), batch
@@ -280,9 +251,9 @@ def _make_head_tail_batch(
     rows, length = primary.shape[:2]
     # A mask that is no tensor has no one meaning; like the reference, drop it.
     if isinstance(mask, Tensor) and not strict and batch.get("padding_mask") is None:
-        pads = pads_of_attention_mask(who, mask)
+        pads, any_pad = pads_of_attention_mask(who, mask, look=True)
         check_rows(who, "attention_mask", pads, rows, length)
-        if bool(pads.any()):
+        if any_pad:
             batch["padding_mask"] = pads
     positions, axis = positions_into(who, batch, primary, expand=True)
     labels = check_rows(who, "labels", required(who, batch, "labels"), rows, length)
@@ -324,6 +295,7 @@ def _make_head_tail_batch(
     return get_train_context(False, False, cp_ctx)
 
 
+@public
 def make_cp_batch_for_te(
     cp_mesh: Mesh | None,
     batch: Batch,
@@ -339,49 +311,33 @@ def make_cp_batch_for_te(
     who = "make_cp_batch_for_te"
     if qkv_format != "thd":
         raise ValueError(f"{who}: Currently only 'thd' format is supported, got {qkv_format!r}")
-    streams = streams_of(who, batch, num_chunks, seq_lens_padding_value, padding_token_id)
-    converted = streams.as_map()
+    streams = streams_of(
+        who,
+        batch,
+        num_chunks,
+        seq_lens_padding_value,
+        padding_token_id,
+        carried_loss_mask(batch),
+    )
     ranks = mesh_size(cp_mesh)
     if cp_mesh is None or ranks <= 1:
-        return converted
-    rank = _te_rank(cp_mesh)
-    shares = []
-    for chunk, stream in enumerate(streams.streams):
-        if stream.offsets is None:
-            raise ValueError(
-                f"{who}: BSHD format is not supported: `seq_lens` is null; give "
-                "the lengths of the documents"
-            )
-        fields = converted
-        if streams.chunked:
-            fields = {
-                key: value[chunk] if isinstance(value, Tensor) else value
-                for key, value in converted.items()
-            }
-        shares.append(
-            share_stream(
-                who,
-                fields,
-                ranks,
-                rank,
-                qkv_format=qkv_format,
-                offsets=stream.offsets,
-                padding_token_id=padding_token_id,
-                loss_mask=stream.loss_mask,
-            )
-        )
-    if not streams.chunked:
-        return shares[0]
-    return {
-        key: torch.stack([share[key] for share in shares]) if isinstance(value, Tensor) else value
-        for key, value in shares[0].items()
-    }
+        return streams.as_map()
+    return share_streams(
+        who,
+        streams,
+        ranks,
+        _te_rank(who, cp_mesh),
+        qkv_format=qkv_format,
+        padding_token_id=padding_token_id,
+    )
 
 
-def _te_rank(cp_mesh: Mesh) -> int:
-    return int(torch.distributed.get_rank(group=cp_mesh.get_group()))
+def _te_rank(who: str, cp_mesh: Mesh) -> int:
+    rank = int(torch.distributed.get_rank(group=cp_mesh.get_group()))
+    return check_rank(who, rank, mesh_size(cp_mesh))
 
 
+@public
 def _shard_thd_chunk_for_te(
     batch: Batch,
     cp_mesh: Mesh,
@@ -404,7 +360,7 @@ def _shard_thd_chunk_for_te(
             who,
             batch,
             mesh_size(cp_mesh),
-            _te_rank(cp_mesh),
+            _te_rank(who, cp_mesh),
             qkv_format=qkv_format,
             offsets=offsets,
             padding_token_id=padding_token_id,
@@ -412,6 +368,7 @@ def _shard_thd_chunk_for_te(
         )
 
 
+@public
 def make_target_cp_ctx(
     cp_mesh: Mesh, input_ids: Tensor, position_ids: Tensor | None = None
 ) -> tuple[contextlib.AbstractContextManager[Any], Tensor, Tensor, int]:
@@ -439,7 +396,7 @@ def make_target_cp_ctx(
     else:
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = positions.clone(memory_format=torch.contiguous_format)
-    context = _TokenShardContext(
+    context = TokenShardContext(
         cp_mesh, [ids, positions], [1, 1], {ids, positions}, None, "contiguous"
     )
     return context, ids, positions, length

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from longspan.compat.nemo._batch import Batch
+from longspan.compat.nemo._edge import public
 from longspan.compat.nemo._stream import streams_of
 
 __all__ = ["process_input_for_thd", "split_batch_into_thd_chunks"]
 
 
+@public
 def process_input_for_thd(
     batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> Batch:
@@ -22,6 +24,7 @@ def process_input_for_thd(
     ).one()
 
 
+@public
 def split_batch_into_thd_chunks(
     batch: Batch,
     num_chunks: int,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from longspan.compat.nemo._batch import (
     tensor_at,
     unchanged_on_error,
 )
+from longspan.compat.nemo._edge import public
 
 __all__ = [
     "build_dsv4_cp_causal_padding_mask",
@@ -51,11 +53,13 @@ def _lcm(a: int, b: int) -> int:
     return math.lcm(a, b) if a and b else max(a, b)
 
 
+@public
 def _pad_tensor_seq_dim_(tensor: Tensor, seq_dim: int, pad_len: int, value: Any) -> Tensor:
     """Right padding by `value`; the same object when pad_len <= 0."""
     return pad_axis("_pad_tensor_seq_dim_", tensor, seq_dim, pad_len, value)
 
 
+@public
 def _pad_position_ids_seq_dim_(position_ids: Tensor, seq_dim: int, pad_len: int) -> Tensor:
     """Positions that count on; the same object when pad_len <= 0."""
     return continue_axis("_pad_position_ids_seq_dim_", position_ids, seq_dim, pad_len)
@@ -92,14 +96,26 @@ def dsv4_cp_all_gather_metadata(tensor: Tensor | None, *, dim: int, cp_group: An
     raise NotImplementedError("dsv4_cp_all_gather_metadata: comes with attention over ranks")
 
 
+@public
 def dsv4_cp_local_seq_multiple(model_or_config: Any) -> int:
-    """What the local length must be a multiple of, from the layers' ratios."""
+    """What the local length must be a multiple of, from the layers' ratios.
+
+    Ratios that are no integers, or not above 0, ask for nothing.
+    """
     config = getattr(model_or_config, "config", model_or_config)
     ratios = getattr(config, "compress_ratios", None)
-    kept = [] if ratios is None else [int(r) for r in ratios if r is not None]
-    return int(_C.share_multiple([ratio for ratio in kept if ratio > 0]))
+    if ratios is None:
+        return 1
+    if isinstance(ratios, str) or not isinstance(ratios, Iterable):
+        raise TypeError(
+            f"dsv4_cp_local_seq_multiple: `compress_ratios` is {ratios!r}; "
+            "expected one ratio for each layer"
+        )
+    whole = [int(r) for r in ratios if isinstance(r, numbers.Integral) and not isinstance(r, bool)]
+    return int(_C.share_multiple([ratio for ratio in whole if ratio > 0]))
 
 
+@public
 def build_dsv4_cp_causal_padding_mask(
     *,
     position_ids: Tensor,
@@ -138,6 +154,7 @@ def build_dsv4_cp_causal_padding_mask(
     return _C.dense_causal_mask(positions.to(device), key_len, dtype, pads, sliding_window)
 
 
+@public
 def make_dsv4_contiguous_shard_cp_batch_and_ctx(
     cp_mesh: Mesh,
     tp_mesh: Mesh | None,
@@ -185,7 +202,7 @@ def make_dsv4_contiguous_shard_cp_batch_and_ctx(
 
         count = -length % (ranks * multiple)
         tokens = length + count
-        rank = cp_rank(cp_mesh, dist, ask_mesh=True)
+        rank = cp_rank(who, cp_mesh, dist, ask_mesh=True)
         ownership = _C.Ownership.contiguous(tokens, ranks)
         for key, value, at, fill in fields:
             if key == "position_ids":

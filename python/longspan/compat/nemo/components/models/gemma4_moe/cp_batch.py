@@ -31,6 +31,7 @@ from longspan.compat.nemo._batch import (
     tensor_at,
     unchanged_on_error,
 )
+from longspan.compat.nemo._edge import public
 
 __all__ = ["make_contiguous_shard_cp_batch_and_ctx"]
 
@@ -50,16 +51,19 @@ _PAD_VALUES: dict[str, Any] = {
 _KNOWN = {*_PAD_VALUES, "position_ids"}
 
 
+@public
 def _pad_tensor_seq_dim_(tensor: Tensor, seq_dim: int, pad_len: int, value: Any = 0) -> Tensor:
     """Right padding by `value`; the same object when pad_len <= 0."""
     return pad_axis("_pad_tensor_seq_dim_", tensor, seq_dim, pad_len, value)
 
 
+@public
 def _pad_position_ids_seq_dim_(position_ids: Tensor, seq_dim: int, pad_len: int) -> Tensor:
     """Positions that count on; the same object when pad_len <= 0."""
     return continue_axis("_pad_position_ids_seq_dim_", position_ids, seq_dim, pad_len)
 
 
+@public
 def _prepare_manual_cp_batch(
     cp_mesh: Mesh, tp_mesh: Mesh | None, batch: Batch, loss_mask: Tensor | None
 ) -> tuple[str, int, Tensor, Tensor, int, Tensor | None]:
@@ -84,6 +88,7 @@ def _prepare_manual_cp_batch(
         return key, length, labels, positions, axis, loss_mask
 
 
+@public
 def _synthesize_single_document_seq_ids(batch: Batch, primary_key: str, seq_len: int) -> None:
     """Adds `_packed_seq_ids`: document 1 everywhere, 0 on pads."""
     if batch.get("_packed_seq_ids") is not None:
@@ -118,6 +123,7 @@ def _extras(who: str, batch: Batch, axes: Any, fills: Any) -> list[tuple[str, Te
     return extras
 
 
+@public
 def _make_contiguous_shard_cp_batch(
     cp_mesh: Mesh,
     batch: Batch,
@@ -165,7 +171,7 @@ def _make_contiguous_shard_cp_batch(
         positions = _pad_position_ids_seq_dim_(position_ids, pos_seq_dim, count)
         padded.append(("position_ids", positions, pos_seq_dim))
 
-        rank = cp_rank(cp_mesh, torch.distributed, ask_mesh=True)
+        rank = cp_rank(who, cp_mesh, torch.distributed, ask_mesh=True)
         tokens = next(t.shape[1] for key, t, _ in padded if key == primary_key)
         if tokens % ranks != 0:
             raise ValueError(
@@ -177,6 +183,7 @@ def _make_contiguous_shard_cp_batch(
         return contextlib.nullcontext, batch
 
 
+@public
 def make_contiguous_shard_cp_batch_and_ctx(
     cp_mesh: Mesh,
     tp_mesh: Mesh | None,

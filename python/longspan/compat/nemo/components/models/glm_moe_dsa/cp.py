@@ -23,12 +23,9 @@ from longspan.compat.nemo._batch import (
     shape_of,
     tensor_at,
 )
+from longspan.compat.nemo._edge import public
 from longspan.compat.nemo._strict import is_strict
-from longspan.compat.nemo._te import (
-    local_padding,
-    offsets_on_host,
-    padding_of_offsets,
-)
+from longspan.compat.nemo._te import offsets_on_host, padding_of_offsets
 from longspan.compat.nemo.components.distributed.thd_utils import (
     split_batch_into_thd_chunks,
 )
@@ -60,7 +57,10 @@ def _ownership(total_tokens: int, cp_size: int, cp_rank: int) -> _C.Ownership:
     size = integer(who, "cp_size", cp_size)
     rank = integer(who, "cp_rank", cp_rank)
     if total < 0 or not 0 <= rank < size:
-        raise ValueError(f"{who}: {total} tokens, rank {rank} of {size} ranks")
+        raise ValueError(
+            f"{who}: {total} tokens, rank {rank} of {size} ranks; expected 0 or more "
+            "tokens and 0 <= rank < ranks"
+        )
     if total % size != 0:
         raise ValueError(
             f"{who}: the packed stream requires total tokens divisible by cp_size, "
@@ -69,6 +69,7 @@ def _ownership(total_tokens: int, cp_size: int, cp_rank: int) -> _C.Ownership:
     return _C.Ownership.contiguous(total, size)
 
 
+@public
 def _contiguous_cp_indices(
     total_tokens: int, cp_size: int, cp_rank: int, device: torch.device | str | None
 ) -> Tensor:
@@ -77,6 +78,7 @@ def _contiguous_cp_indices(
     return ownership.tokens_of(cp_rank).to(device)
 
 
+@public
 def _slice_thd_chunk_for_cp(
     chunk: Batch, *, cp_group: Any, cp_size: int, cp_rank: int, padding_token_id: int
 ) -> Batch:
@@ -116,25 +118,24 @@ def _slice_thd_chunk_for_cp(
     out["_glm_dsa_cp_group"] = cp_group
     indices = _contiguous_cp_indices(total, cp_size, cp_rank, ids.device)
     out["glm_dsa_cp_query_indices"] = indices.to(torch.int32)
-    padding = None if is_strict() else _padding(who, chunk, cu, total)
-    if padding is not None:
-        padding = share("padding_mask", padding.to(ids.device))
-    out["padding_mask"] = local_padding(padding, local, padding_token_id)
+    if is_strict():
+        out["padding_mask"] = local == padding_token_id
+    else:
+        padding = _padding(who, chunk, cu, total)
+        out["padding_mask"] = share("padding_mask", padding.to(ids.device)).to(torch.bool)
     return out
 
 
-def _padding(who: str, chunk: Batch, cu: Tensor, total: int) -> Tensor | None:
-    """The stream's pads, if the chunk or its two offset arrays tell."""
+def _padding(who: str, chunk: Batch, cu: Tensor, total: int) -> Tensor:
+    """The stream's pads: the chunk's own mask, or what the offsets tell."""
     given = chunk.get("padding_mask")
     if given is not None:
         return tensor_at(who, "padding_mask", given)
-    if chunk.get("cu_seqlens_padded") is None:
-        return None
-    lengths, offsets = offsets_on_host(who, cu, chunk["cu_seqlens_padded"], -1)
-    assert lengths is not None
-    return padding_of_offsets(lengths, offsets, total)
+    lengths, offsets = offsets_on_host(who, cu, chunk.get("cu_seqlens_padded"), -1)
+    return padding_of_offsets(who, lengths, offsets, total)
 
 
+@public
 def make_glm_dsa_packed_cp_batch_and_ctx(
     cp_mesh: Mesh,
     tp_mesh: Mesh | None,
@@ -165,7 +166,7 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     )
     group = cp_mesh.get_group()
     size = mesh_size(cp_mesh)
-    rank = cp_rank(cp_mesh, dist, ask_mesh=False)
+    rank = cp_rank(who, cp_mesh, dist, ask_mesh=False)
 
     def share(chunk: Batch) -> Batch:
         return _slice_thd_chunk_for_cp(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspan import _C
 from longspan.compat.nemo._batch import is_integral, shape_of, tensor_at
+from longspan.compat.nemo._edge import public
 from longspan.compat.nemo._strict import is_strict
 
 __all__ = [
@@ -32,6 +33,7 @@ _BACKENDS = ("torch", "tilelang", "auto")
 # them up when called.
 
 
+@public
 def _slime_generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Key windows of documents without pads: starts int32, ends int64."""
     who = "_slime_generate_varlen_mask_params"
@@ -69,6 +71,7 @@ def _offsets(who: str, name: str, value: Any) -> Tensor:
     return offsets.to(torch.int32)
 
 
+@public
 def _generate_padded_varlen_mask_params(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -85,6 +88,7 @@ def _all_cuda(*tensors: Tensor) -> bool:
     return all(tensor.is_cuda for tensor in tensors)
 
 
+@public
 def is_dsa_kernel_available(name: str) -> bool:
     """Whether the kernel "indexer" or "sparse_attn" can run here."""
     if name not in _KERNELS:
@@ -95,6 +99,7 @@ def is_dsa_kernel_available(name: str) -> bool:
     return False
 
 
+@public
 def should_use_tilelang(
     backend: str,
     *,
@@ -128,6 +133,19 @@ def should_use_tilelang(
     return bool(fits)
 
 
+def _to_the_end(starts: Tensor, ends: Tensor, stream: Any) -> tuple[Tensor, Tensor]:
+    """Windows for every token of the stream; behind the documents each sees itself."""
+    covered = starts.shape[0]
+    if not isinstance(stream, Tensor) or stream.dim() == 0 or stream.shape[0] <= covered:
+        return starts, ends
+    behind = torch.arange(covered, stream.shape[0], device=starts.device)
+    return (
+        torch.cat([starts, behind.to(starts.dtype)]),
+        torch.cat([ends, (behind + 1).to(ends.dtype)]),
+    )
+
+
+@public
 def tilelang_indexer_topk(
     index_q: Tensor,
     index_k: Tensor,
@@ -137,11 +155,17 @@ def tilelang_indexer_topk(
     query_indices: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
-    """The best keys of every query, [Tq, 1, K] int32, -1 = empty slot."""
+    """The best keys of every query, [Tq, 1, K] int32, -1 = empty slot.
+
+    Tokens behind the last document see only themselves.
+    """
     if cu_seqlens_padded is None or torch.equal(cu_seqlens, cu_seqlens_padded):
         starts, ends = _slime_generate_varlen_mask_params(cu_seqlens)
     else:
         starts, ends = _generate_padded_varlen_mask_params(cu_seqlens, cu_seqlens_padded)
+    if not is_strict():
+        stream = index_q if query_indices is None else index_k
+        starts, ends = _to_the_end(starts, ends, stream)
     if query_indices is not None:
         rows = query_indices.reshape(-1).to(torch.int64)
         starts = starts.index_select(0, rows)
