@@ -26,17 +26,6 @@ void fill_bytes(std::byte* target, int64_t bytes,
   }
 }
 
-/// Asks for the first lines of a run that will be copied soon. Short runs lie
-/// far apart, and without this each one waits for memory.
-void prefetch(const MoveRunsArgs& args, const std::byte* source,
-              const Run& run) {
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kMost = 16 * kLine;
-  const std::byte* from = source + run.source * args.token_bytes;
-  const int64_t bytes = std::min(kMost, run.length * args.token_bytes);
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at);
-}
-
 /// Writes tokens [begin, end) of one slice.
 void move_part(const MoveRunsArgs& args, const std::byte* source,
                std::byte* target, int64_t begin, int64_t end) {
@@ -45,8 +34,6 @@ void move_part(const MoveRunsArgs& args, const std::byte* source,
   for (int64_t token = begin; token < end;) {
     const bool inside = run != args.runs.end() && run->target <= token;
     if (inside) {
-      constexpr std::ptrdiff_t kAhead = 12;
-      if (args.runs.end() - run > kAhead) prefetch(args, source, run[kAhead]);
       const int64_t stop = std::min(end, run->target + run->length);
       const int64_t from = run->source + (token - run->target);
       std::memcpy(target + token * args.token_bytes,
