@@ -10,19 +10,18 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK})
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-set(components core)
+set(also "")
 set(programs owners)
 if(WITH_TORCH)
-  list(APPEND components torch)
+  set(also torch)
   list(APPEND programs shards)
 endif()
 set(flags "")
 if(FLAGS)
   set(flags -fsanitize=${FLAGS})
 endif()
-string(REPLACE ";" "\\;" components "${components}")
 run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G ${GENERATOR}
-  -DCMAKE_PREFIX_PATH=${WORK}/prefix -DCOMPONENTS=${components}
+  -DCMAKE_PREFIX_PATH=${WORK}/prefix -DALSO=${also}
   -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${flags}
   -DLONGSPAN_TORCH_ROOT=${LONGSPAN_TORCH_ROOT})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
