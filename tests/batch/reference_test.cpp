@@ -138,7 +138,7 @@ TEST_P(ThdLengthsOf, AreTheSameWhereTheReferenceIsRight) {
 }
 
 TEST(ThdLengthsAlone, PutLaterRowsWhereTheyLie) {
-  // W3: without slots, the reference starts row 1 at token 3.
+  // Without slots, the reference starts row 1 at token 3.
   const ThdCase c{"", 2, 6, {{3}, {6}}, {}, {0, 3, 9}, {0, 6, 12}, 6};
   expect_lengths(lengths_of(c, Rule::corrected), c);
   ThdCase reference = c;
@@ -263,7 +263,7 @@ TEST(CompactWindows, StartWithTheDocumentAndEndWithTheQuery) {
 
 TEST(PadsOfMask, FollowEachRule) {
   const at::Tensor integers = at::ones({1, 1, 2, 2}, at::kLong);
-  // W29: the reference reads integers as additive.
+  // The reference reads integers as additive.
   EXPECT_TRUE(pads_of_mask(integers, Rule::reference).all().item<bool>());
   EXPECT_NE(message_of([&] { pads_of_mask(integers, Rule::corrected); }),
             "accepted");

@@ -585,7 +585,7 @@ def test_uneven_gradients_are_exact() -> None:
 
 
 def test_token_id_zero_is_content() -> None:
-    """W1: pads are known from lengths alone."""
+    """Pads are known from lengths alone."""
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "seq_lens": torch.tensor([[5]])}
     local = longspan.shard(batch, layout="contiguous-stream")
     assert local["padding_mask"].tolist() == [False] * 5 + [True] * 3
@@ -686,7 +686,7 @@ def test_declared_extras_are_cut_along_their_axis(layout: str, ranks: int) -> No
 
 
 def test_loss_mask_travels_with_the_tokens() -> None:
-    """W5."""
+    """A loss mask is cut and padded like any other tensor."""
     batch = {"input_ids": source_ids(1, 5), "loss_mask": torch.tensor([[1.0, 2, 3, 4, 5]])}
     locals_ = share_all(batch, 2)
     assert locals_[0]["loss_mask"].tolist() == [[1, 2, 0, 0]]
@@ -694,7 +694,7 @@ def test_loss_mask_travels_with_the_tokens() -> None:
 
 
 def test_unknown_per_token_tensors_pass_whole_only_when_named() -> None:
-    """W8."""
+    """Nothing of the sequence's length stays behind whole."""
     batch = {"input_ids": source_ids(2, 4), "speaker": source_ids(2, 4)}
     with unchanged(batch), pytest.raises(ValueError, match=r"`speaker` is int64 .*pass_through"):
         longspan.shard(batch)
@@ -703,7 +703,7 @@ def test_unknown_per_token_tensors_pass_whole_only_when_named() -> None:
 
 
 def test_labels_shift_before_the_cut() -> None:
-    """W25: the last token of a shard gets the first label of the next."""
+    """The last token of a shard gets the first label of the next."""
     ids = source_ids(2, 8)
     batch = {"input_ids": ids, "labels": ids.clone()}
     for layout, _, _ in LAYOUTS:
@@ -1239,7 +1239,7 @@ def test_refuses(refusal: Refusal, layout: str) -> None:
 
 
 def test_refuses_chunks_that_do_not_divide() -> None:
-    """W4."""
+    """Rows are never dropped."""
     batch = {"input_ids": ids(3, 4)}
     with (
         unchanged(batch),
