@@ -280,12 +280,10 @@ def _share(
         cut = _cut_named("shard", layout)
         to = _C.padding_for(cut.kind, cut.form, ranks, multiple)
         packed = _C.pad(_C.pack(rows, cut.form), *to)
-        if cut.form == "stream":
-            ownership = _C.Ownership.of(cut.kind, packed.packings[0], ranks)
-        elif cut.kind == "head-tail":
-            ownership = _C.Ownership.head_tail(packed.tokens, ranks)
-        else:
-            ownership = _C.Ownership.contiguous(packed.tokens, ranks)
+        # Every row is cut alike, whatever documents it holds.
+        stream = cut.form == "stream"
+        cut_along = packed.packings[0] if stream else _C.Packing.single(packed.tokens)
+        ownership = _C.Ownership.of(cut.kind, cut_along, ranks)
     else:
         if not isinstance(ownership, _C.Ownership):
             raise TypeError(f"shard: ownership is a {type(ownership).__name__}, not an Ownership")
