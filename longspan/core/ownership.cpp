@@ -210,9 +210,13 @@ TokenRange Ownership::unit(int64_t document) const {
   return document == Packing::kTail ? packing_.tail() : packing_.slot(document);
 }
 
-Ownership::Place Ownership::locate(int64_t token) const {
+void Ownership::check_token(int64_t token) const {
   check(token >= 0 && token < tokens_, "Ownership: token ", token, " of ",
         tokens_);
+}
+
+Ownership::Place Ownership::locate(int64_t token) const {
+  check_token(token);
   if (kind_ == OwnershipKind::contiguous) {
     const int64_t share = tokens_ / ranks_;
     return {static_cast<int>(token / share), token % share};
@@ -228,10 +232,11 @@ Ownership::Place Ownership::locate(int64_t token) const {
     return {static_cast<int>(rank),
             data.first_local[held] + token - data.held[held].begin};
   }
-  const TokenRange cut = unit(packing_.document_of(token));
-  const Holding chunk = chunk_at(token);
-  const bool in_tail = 2 * (chunk.range.begin - cut.begin) >= cut.size();
-  return {chunk.rank, cut.begin / ranks_ + (in_tail ? chunk.range.size() : 0) +
+  const Chunk chunk = chunk_at(token);
+  const bool in_tail =
+      2 * (chunk.range.begin - chunk.cut.begin) >= chunk.cut.size();
+  return {chunk.rank, chunk.cut.begin / ranks_ +
+                          (in_tail ? chunk.range.size() : 0) +
                           (token - chunk.range.begin)};
 }
 
@@ -298,37 +303,40 @@ std::vector<TokenRange> Ownership::ranges_of(int rank) const {
 }
 
 /// The chunk that holds a token, before neighbours are joined.
-Ownership::Holding Ownership::chunk_at(int64_t token) const {
+Ownership::Chunk Ownership::chunk_at(int64_t token) const {
   const TokenRange cut = unit(packing_.document_of(token));
   const int64_t chunk_size = cut.size() / (int64_t{2} * ranks_);
   const int64_t chunk = (token - cut.begin) / chunk_size;
   const int64_t begin = cut.begin + chunk * chunk_size;
   return {static_cast<int>(std::min(chunk, int64_t{2} * ranks_ - 1 - chunk)),
-          {begin, begin + chunk_size}};
+          {begin, begin + chunk_size},
+          cut};
 }
 
 Ownership::Holding Ownership::holding(int64_t token) const {
-  const Place place = locate(token);
   if (kind_ == OwnershipKind::contiguous) {
+    const Place place = locate(token);
     const int64_t begin = token - place.local;
     return {place.rank, {begin, begin + tokens_ / ranks_}};
   }
   if (kind_ == OwnershipKind::ranges) {
+    const int rank = locate(token).rank;
     const Ranges& data = *ranges_data_;
     const auto sorted =
         static_cast<std::size_t>(last_not_above(data.begins, token));
-    return {place.rank,
-            data.held[static_cast<std::size_t>(data.order[sorted])]};
+    return {rank, data.held[static_cast<std::size_t>(data.order[sorted])]};
   }
+  check_token(token);
   if (ranks_ == 1) return {0, {0, tokens_}};
-  Holding found = chunk_at(token);
+  const Chunk chunk = chunk_at(token);
+  Holding found{chunk.rank, chunk.range};
   while (found.range.begin > 0) {
-    const Holding before = chunk_at(found.range.begin - 1);
+    const Chunk before = chunk_at(found.range.begin - 1);
     if (before.rank != found.rank) break;
     found.range.begin = before.range.begin;
   }
   while (found.range.end < tokens_) {
-    const Holding after = chunk_at(found.range.end);
+    const Chunk after = chunk_at(found.range.end);
     if (after.rank != found.rank) break;
     found.range.end = after.range.end;
   }

@@ -106,10 +106,16 @@ class Ownership {
 
   Ownership(OwnershipKind kind, int64_t tokens, int ranks)
       : kind_(kind), tokens_(tokens), ranks_(ranks) {}
+  struct Chunk {
+    int rank;
+    TokenRange range;
+    TokenRange cut;  // the slot or tail that the chunk is part of
+  };
   Place locate(int64_t token) const;
-  Holding chunk_at(int64_t token) const;
+  Chunk chunk_at(int64_t token) const;
   TokenRange unit(int64_t document) const;
   void check_rank(const char* who, int rank) const;
+  void check_token(int64_t token) const;
 
   OwnershipKind kind_;
   int64_t tokens_;
