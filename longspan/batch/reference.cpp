@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "longspan/batch/host.h"
 #include "longspan/batch/layout.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/core/check.h"
@@ -20,25 +21,9 @@ using Lengths = std::vector<int64_t>;
 
 void check_integers(const char* who, const char* key, const at::Tensor& tensor,
                     int64_t axes) {
-  check(at::isIntegralType(tensor.scalar_type(), false) && tensor.dim() == axes,
-        who, ": `", key, "` is ", describe(tensor), "; expected integers with ",
-        axes, axes == 1 ? " axis" : " axes");
-}
-
-Lengths host_list(const at::Tensor& tensor) {
-  const at::Tensor host = tensor.to(at::kCPU, at::kLong).contiguous();
-  const int64_t* entry = host.const_data_ptr<int64_t>();
-  return {entry, entry + host.numel()};
-}
-
-/// Two lists with one copy to the host.
-std::pair<Lengths, Lengths> host_lists(const at::Tensor& a,
-                                       const at::Tensor& b) {
-  if (a.device().is_cpu()) return {host_list(a), host_list(b)};
-  const Lengths both = host_list(at::cat(
-      {a.to(at::kLong).flatten(), b.to(a.device(), at::kLong).flatten()}));
-  return {{both.begin(), both.begin() + a.numel()},
-          {both.begin() + a.numel(), both.end()}};
+  check(is_integral(tensor) && tensor.dim() == axes, who, ": `", key, "` is ",
+        describe(tensor), "; expected integers with ", axes,
+        axes == 1 ? " axis" : " axes");
 }
 
 Lengths running_sums(const Lengths& lengths) {
@@ -59,17 +44,6 @@ at::Tensor int32_on(const Lengths& values, const at::Tensor& like) {
     *out++ = static_cast<int32_t>(value);
   }
   return list.to(like.device());
-}
-
-/// Lengths of one row, sentinels left out.
-Lengths row_entries(const Lengths& table, int64_t row, int64_t width,
-                    int64_t sentinel) {
-  Lengths entries;
-  for (int64_t i = row * width; i < (row + 1) * width; ++i) {
-    const int64_t entry = table[static_cast<std::size_t>(i)];
-    if (entry != sentinel) entries.push_back(entry);
-  }
-  return entries;
 }
 
 /// Everything the corrected rule knows: real lengths and slots in stream
@@ -318,7 +292,7 @@ at::Tensor dense_causal_mask(const at::Tensor& position_ids, int64_t keys,
                              const std::optional<at::Tensor>& pads,
                              std::optional<int64_t> window) {
   const char* const who = "dense_causal_mask";
-  check(at::isIntegralType(position_ids.scalar_type(), false) &&
+  check(is_integral(position_ids) &&
             (position_ids.dim() == 1 || position_ids.dim() == 2),
         who, ": `position_ids` is ", describe(position_ids),
         "; expected integers [rows, tokens]");

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 
+#include "longspan/batch/host.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 
@@ -14,10 +15,6 @@ namespace longspan {
 namespace {
 
 const char* const kUsedUp[] = {"seq_lens", "seq_lens_padded", "attention_mask"};
-
-bool is_integral(const at::Tensor& tensor) {
-  return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
-}
 
 /// Whether the entries lie in plain memory, one beside the other.
 bool is_dense(const at::Tensor& tensor) {
@@ -34,17 +31,14 @@ void check_has_values(const char* key, const at::Tensor& tensor) {
         "must be real");
 }
 
-/// Non-sentinel entries of one row of a length table.
-std::vector<int64_t> lengths_in_row(const at::Tensor& table, int64_t row,
+/// Lengths of one row of a table, checked.
+std::vector<int64_t> lengths_in_row(const std::vector<int64_t>& table,
+                                    int64_t row, int64_t width,
                                     int64_t sentinel, const char* key) {
-  std::vector<int64_t> lengths;
-  const int64_t* entry = table.const_data_ptr<int64_t>() + row * table.size(1);
-  for (int64_t i = 0; i < table.size(1); ++i) {
-    if (entry[i] == sentinel) continue;
-    check(entry[i] >= 0, "read_rows: `", key, "` of row ", row, " holds ",
-          entry[i], "; lengths are not negative, and the sentinel is ",
-          sentinel);
-    lengths.push_back(entry[i]);
+  std::vector<int64_t> lengths = row_entries(table, row, width, sentinel);
+  for (int64_t length : lengths) {
+    check(length >= 0, "read_rows: `", key, "` of row ", row, " holds ", length,
+          "; lengths are not negative, and the sentinel is ", sentinel);
   }
   return lengths;
 }
@@ -63,26 +57,18 @@ std::vector<RowDocument> documents_from_lengths(
     int64_t length, int64_t sentinel) {
   check_lengths(seq_lens, "seq_lens", rows);
   const bool padded_given = seq_lens_padded.defined();
-  at::Tensor real = seq_lens;
-  at::Tensor padded = seq_lens;
-  if (padded_given) {
-    check_lengths(seq_lens_padded, "seq_lens_padded", rows);
-    padded = seq_lens_padded;
-  }
-  if (padded_given && !real.device().is_cpu()) {  // one copy for both
-    const at::Tensor both =
-        on_host(at::cat({real.to(at::kLong), padded.to(at::kLong)}, 1));
-    real = both.narrow(1, 0, real.size(1)).contiguous();
-    padded = both.narrow(1, real.size(1), padded.size(1)).contiguous();
-  } else {
-    real = on_host(real);
-    padded = padded_given ? on_host(padded) : real;
-  }
+  if (padded_given) check_lengths(seq_lens_padded, "seq_lens_padded", rows);
+  const auto [real, padded] =
+      padded_given ? host_lists(seq_lens, seq_lens_padded)
+                   : std::pair{host_list(seq_lens), std::vector<int64_t>{}};
   std::vector<RowDocument> documents;
   for (int64_t row = 0; row < rows; ++row) {
-    const auto lengths = lengths_in_row(real, row, sentinel, "seq_lens");
-    const auto slots = lengths_in_row(
-        padded, row, sentinel, padded_given ? "seq_lens_padded" : "seq_lens");
+    const auto lengths =
+        lengths_in_row(real, row, seq_lens.size(1), sentinel, "seq_lens");
+    const auto slots =
+        padded_given ? lengths_in_row(padded, row, seq_lens_padded.size(1),
+                                      sentinel, "seq_lens_padded")
+                     : lengths;
     check(lengths.size() == slots.size(), "read_rows: row ", row, " has ",
           lengths.size(), " entries in `seq_lens` but ", slots.size(),
           " in `seq_lens_padded`; expected one slot for each document");

@@ -9,6 +9,10 @@
 
 namespace longspan {
 
+bool is_integral(const at::Tensor& tensor) {
+  return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+}
+
 std::string shape_of(const at::Tensor& tensor) {
   std::ostringstream text;
   text << '[';

@@ -10,6 +10,9 @@ namespace longspan {
 /// "int64 [2, 8]": what came, for messages.
 std::string describe(const at::Tensor& tensor);
 
+/// Integers, bool not among them.
+bool is_integral(const at::Tensor& tensor);
+
 /// "[2, 8]".
 std::string shape_of(const at::Tensor& tensor);
 
