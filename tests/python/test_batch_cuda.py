@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 import longspan
 from longspan.batch import LAYOUTS
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not os.environ.get("LONGSPAN_REQUIRE_CUDA"),
-    reason="no CUDA device",
-)
+pytestmark = pytest.mark.cuda
 
 IDS = torch.stack([torch.arange(16), 1000 + torch.arange(16)])
 DOCUMENTS = {

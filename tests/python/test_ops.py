@@ -3,7 +3,6 @@ tracing, and everything it must not do with bad runs."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,13 +344,8 @@ def test_sparse_sources_have_no_kernel() -> None:
 
 # ---- Other devices.
 
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() and not os.environ.get("LONGSPAN_REQUIRE_CUDA"),
-    reason="no CUDA device",
-)
 
-
-@needs_cuda
+@pytest.mark.cuda
 @move_cases
 def test_cuda_gives_the_same_answer_and_derivative(move: Move) -> None:
     runs = runs_of(*move.runs)

@@ -1,15 +1,10 @@
 """On a device: the same answers as on the host, and at most one read."""
 
-import os
-
 import pytest
 import torch
 from compat_support import DeviceMesh, Mesh, cp_utils, dsv4, gemma4, glm, packed_batch, row_batch
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not os.environ.get("LONGSPAN_REQUIRE_CUDA"),
-    reason="no CUDA device",
-)
+pytestmark = pytest.mark.cuda
 
 
 def packed():
