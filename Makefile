@@ -7,6 +7,8 @@
 BUILD ?= build/dev
 JOBS ?= $(shell nproc)
 SHELL := /bin/bash
+# What tools/setup said, read when a recipe runs.
+PYTHON = "$$(tail -n 1 build/.python)"
 
 # Some machines report AMX but hide its tiles; oneDNN must not try it there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
@@ -24,17 +26,17 @@ setup:
 	@tools/setup > build/.python
 
 build: setup
-	@tools/configure $(BUILD) "$$(tail -n 1 build/.python)"
+	@tools/configure $(BUILD) $(PYTHON)
 	@ninja -C $(BUILD) -j $(JOBS) $(if $(CI),--quiet)
 
 demo: build
-	@PYTHONPATH=$(BUILD)/python "$$(tail -n 1 build/.python)" examples/layouts.py --out build/demo
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) examples/layouts.py --out build/demo
 
 lint: setup
-	@tools/lint "$$(tail -n 1 build/.python)" check
+	@tools/lint $(PYTHON) check
 
 format: setup
-	@tools/lint "$$(tail -n 1 build/.python)" fix
+	@tools/lint $(PYTHON) fix
 
 # The values and their pictures by themselves, without torch.
 core:
@@ -48,13 +50,13 @@ sanitize: setup
 	@ninja -C build/sanitize -j $(JOBS) --quiet
 
 wheel: setup
-	@tools/wheel "$$(tail -n 1 build/.python)"
+	@tools/wheel $(PYTHON)
 
 test: build lint sanitize wheel
-	@tools/test $(BUILD) "$$(tail -n 1 build/.python)"
+	@tools/test $(BUILD) $(PYTHON)
 
 bench: build
-	@PYTHONPATH=$(BUILD)/python "$$(tail -n 1 build/.python)" bench/run.py $(BUILD)
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/run.py $(BUILD)
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan
