@@ -1,0 +1,61 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace longspan {
+
+/// The ranks that hold one sequence together.
+///
+/// A group of one is an ordinary group: every collective returns its argument.
+/// Copies are cheap and share the traffic counter.
+class Group {
+ public:
+  /// One rank, no communication.
+  static Group solo();
+
+  /// Any c10d group, whatever its backend.
+  static Group of(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+
+  /// The group that c10d registered under this name; "" is solo. This is how
+  /// groups travel into operators.
+  static Group named(const std::string& name);
+
+  /// From torchrun's or Slurm's variables; solo where there are none.
+  static Group from_environment();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  /// What named() takes; "" for solo.
+  const std::string& name() const { return name_; }
+
+  /// How long a wait may last.
+  std::chrono::milliseconds timeout() const;
+
+  /// Bytes of payload that this process sent to other ranks through this group
+  /// since it was made, counted where tensors are handed to c10d.
+  int64_t sent_bytes() const;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
+    return process_group_;
+  }
+
+ private:
+  Group() = default;
+  friend class Transfer;
+
+  int rank_ = 0;
+  int size_ = 1;
+  std::string name_;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+};
+
+}  // namespace longspan
