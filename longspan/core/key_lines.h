@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "longspan/core/mask.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
@@ -31,5 +33,20 @@ struct KeyLines {
   }
   friend bool operator==(const KeyLines&, const KeyLines&) = default;
 };
+
+/// The visible pairs of queries x keys. The query array holds the tokens of
+/// `queries` one range after another, and the key array those of `keys`; ranges
+/// come in any order and do not overlap. Ascending by first query; each visible
+/// pair lies in exactly one of the lines, and every query of a line sees a key.
+/// Not for compressed masks.
+/// Cost: O(log) for each query range, document and pair of ranges that see
+/// each other.
+std::vector<KeyLines> key_lines(const Mask& mask,
+                                const std::vector<TokenRange>& queries,
+                                const std::vector<TokenRange>& keys,
+                                int64_t row = 0);
+
+/// Number of pairs that a line holds.
+int64_t count_pairs(const KeyLines& line);
 
 }  // namespace longspan

@@ -336,8 +336,7 @@ void Mask::for_each_stretch(
     TokenRange queries,
     const std::function<void(const Stretch&)>& visit) const {
   check_ranges("for_each_stretch", queries, {});
-  check(is_one_range() && ratio_ == 0, "Mask::for_each_stretch: ",
-        ratio_ > 0 ? "keys are compressed" : why_not_one_range());
+  check(ratio_ == 0, "Mask::for_each_stretch: keys are compressed");
   queries = intersect(queries, {0, packing_.offsets().back()});
   if (queries.empty()) return;
   const int64_t last = packing_.document_of(queries.end - 1);
@@ -349,6 +348,19 @@ void Mask::for_each_stretch(
       stretches_in(intersect(queries, slot), keys, visit);
     }
   }
+}
+
+std::vector<TokenRange> Mask::visible_in(TokenRange keys) const {
+  check_ranges("visible_in", {}, keys);
+  check(ratio_ == 0, "Mask::visible_in: keys are compressed");
+  const auto& pieces = visible_->pieces;
+  auto piece = std::ranges::partition_point(
+      pieces, [&](TokenRange range) { return range.end <= keys.begin; });
+  std::vector<TokenRange> visible;
+  for (; piece != pieces.end() && piece->begin < keys.end; ++piece) {
+    append_range(visible, intersect(*piece, keys));
+  }
+  return visible;
 }
 
 /// The same for keys that stand for ratio_ tokens: a query at position p sees

@@ -127,9 +127,12 @@ class Mask {
   };
 
   /// All queries of a range that may see something, as stretches in order.
-  /// Not for compressed masks, nor for those that are not one range.
+  /// Not for compressed masks.
   void for_each_stretch(TokenRange queries,
                         const std::function<void(const Stretch&)>& visit) const;
+
+  /// The tokens of a range that are no pads, as ascending ranges.
+  std::vector<TokenRange> visible_in(TokenRange keys) const;
 
   std::string to_string() const;
 

@@ -7,7 +7,7 @@
 #include "longspan/core/work.h"
 #include "longspan/draw/cells.h"
 #include "longspan/draw/draw.h"
-#include "longspan/draw/ring.h"
+#include "longspan/plan/ring.h"
 
 namespace longspan {
 

@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include "longspan/draw/ring.h"
+#include "longspan/plan/ring.h"
 #include "tests/support/values.h"
 
 namespace longspan {

@@ -1,0 +1,292 @@
+#include "longspan/plan/plan.h"
+
+#include <algorithm>
+
+#include "longspan/core/check.h"
+#include "longspan/plan/ring.h"
+
+namespace longspan {
+
+namespace {
+
+using Ranges = std::vector<TokenRange>;
+
+Ranges joined(const Ranges& a, const Ranges& b) {
+  Ranges all = a;
+  all.insert(all.end(), b.begin(), b.end());
+  return normalized(std::move(all));
+}
+
+/// A group of ranks that trade heads, seen as one owner of tokens.
+struct Teams {
+  Teams(const AttentionLayout& layout, const Strategy& strategy, int rank)
+      : size(strategy.head_ranks),
+        count(layout.ownership.ranks() / size),
+        mine(rank / size),
+        member(rank % size) {
+    for (int team = 0; team < count; ++team) {
+      Ranges tokens;
+      for (int i = 0; i < size; ++i) {
+        for (TokenRange range : layout.ownership.ranges_of(team * size + i)) {
+          append_range(tokens, range);
+        }
+      }
+      needs.push_back(layout.needed_by(tokens));
+      held.push_back(std::move(tokens));
+    }
+  }
+
+  int after(int distance) const {
+    return ring_owner(mine, (count - distance) % count, count);
+  }
+  int before(int distance) const { return ring_owner(mine, distance, count); }
+  const Ranges& held_by(int team) const {
+    return held[static_cast<size_t>(team)];
+  }
+  const Ranges& needed_by(int team) const {
+    return needs[static_cast<size_t>(team)];
+  }
+
+  /// The rank of a team that computes the same heads as we do.
+  int peer(int team) const { return team * size + member; }
+
+  /// Which of `owner`'s tokens some query of `reader` sees.
+  Ranges wanted(int reader, int owner) const {
+    return parts_within(held_by(owner), needed_by(reader));
+  }
+
+  int size, count, mine, member;
+  std::vector<Ranges> held, needs;
+};
+
+void add(std::vector<PlannedParcel>& parcels, int peer, Ranges tokens) {
+  if (!tokens.empty()) parcels.push_back({peer, std::move(tokens)});
+}
+
+/// Everything needed by the teams first, first + 1, ... (around the ring):
+/// entry n holds for n + 1 teams.
+std::vector<Ranges> needed_onwards(const Teams& teams, int first) {
+  std::vector<Ranges> sums;
+  for (int n = 0; n < teams.count; ++n) {
+    const Ranges& next = teams.needed_by((first + n) % teams.count);
+    sums.push_back(n == 0 ? next : joined(sums.back(), next));
+  }
+  return sums;
+}
+
+/// A share goes from neighbour to neighbour and sheds, hop by hop, what no team
+/// further on needs. Gradients go straight home.
+std::vector<PlanStep> ring_steps(const Teams& teams) {
+  std::vector<PlanStep> steps(static_cast<std::size_t>(teams.count));
+  steps[0].keys = teams.held_by(teams.mine);
+  const auto from_here = needed_onwards(teams, teams.mine);
+  const auto from_next = needed_onwards(teams, teams.after(1 % teams.count));
+  for (int i = 0; i + 1 < teams.count; ++i) {
+    PlanStep& step = steps[static_cast<std::size_t>(i)];
+    PlanStep& next = steps[static_cast<std::size_t>(i) + 1];
+    // At the next step the share of `owner` has count - 1 - i teams to go.
+    const auto left = static_cast<std::size_t>(teams.count - 2 - i);
+    add(step.sends, teams.peer(teams.after(1)),
+        parts_within(teams.held_by(teams.before(i)), from_next[left]));
+    const int owner = teams.before(i + 1);
+    next.keys = parts_within(teams.held_by(owner), from_here[left]);
+    add(step.arrivals, teams.peer(teams.before(1)), next.keys);
+    add(next.returns, teams.peer(owner), teams.wanted(teams.mine, owner));
+    const int reader = teams.after(i + 1);
+    add(next.homecomings, teams.peer(reader), teams.wanted(reader, teams.mine));
+  }
+  return steps;
+}
+
+/// Own keys first, while those of all others are on their way.
+std::vector<PlanStep> gathered_steps(const Teams& teams, bool only_needed) {
+  std::vector<PlanStep> steps(teams.count == 1 ? 1 : 2);
+  steps[0].keys = teams.held_by(teams.mine);
+  for (int team = 0; team < teams.count; ++team) {
+    if (team == teams.mine) continue;
+    const int peer = teams.peer(team);
+    Ranges wanted = teams.wanted(teams.mine, team);
+    Ranges theirs = teams.wanted(team, teams.mine);
+    add(steps[1].returns, peer, wanted);
+    add(steps[1].homecomings, peer, theirs);
+    if (!only_needed) wanted = teams.held_by(team);
+    if (!only_needed) theirs = teams.held_by(teams.mine);
+    steps[1].keys.insert(steps[1].keys.end(), wanted.begin(), wanted.end());
+    add(steps[0].sends, peer, std::move(theirs));
+    add(steps[0].arrivals, peer, std::move(wanted));
+  }
+  return steps;
+}
+
+int64_t tokens_in(const std::vector<PlannedParcel>& parcels) {
+  int64_t tokens = 0;
+  for (const PlannedParcel& parcel : parcels) {
+    tokens += count_tokens(parcel.tokens);
+  }
+  return tokens;
+}
+
+std::string listed(const char* verb, const char* preposition,
+                   const std::vector<PlannedParcel>& parcels) {
+  std::string text;
+  for (const PlannedParcel& parcel : parcels) {
+    text += join(text.empty() ? verb : ",", " ", count_tokens(parcel.tokens),
+                 " ", preposition, " ", parcel.peer);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<TokenRange> parts_within(const std::vector<TokenRange>& held,
+                                     const std::vector<TokenRange>& some) {
+  Ranges parts;
+  for (TokenRange range : held) {
+    auto at = std::ranges::partition_point(
+        some, [&](TokenRange other) { return other.end <= range.begin; });
+    for (; at != some.end() && at->begin < range.end; ++at) {
+      append_range(parts, intersect(range, *at));
+    }
+  }
+  return parts;
+}
+
+std::vector<TokenRange> places_in(const std::vector<TokenRange>& held,
+                                  const std::vector<TokenRange>& wanted) {
+  struct Placed {
+    TokenRange tokens;
+    int64_t place;
+  };
+  std::vector<Placed> sorted;
+  int64_t place = 0;
+  for (TokenRange range : held) {
+    sorted.push_back({range, place});
+    place += range.size();
+  }
+  std::ranges::sort(sorted, {}, [](const Placed& p) { return p.tokens.begin; });
+  Ranges places;
+  for (TokenRange range : wanted) {
+    auto at = std::ranges::partition_point(
+        sorted, [&](const Placed& p) { return p.tokens.end <= range.begin; });
+    int64_t found = 0;
+    for (; at != sorted.end() && at->tokens.begin < range.end; ++at) {
+      const TokenRange part = intersect(range, at->tokens);
+      const int64_t begin = at->place + part.begin - at->tokens.begin;
+      append_range(places, {begin, begin + part.size()});
+      found += part.size();
+    }
+    promise(found == range.size(), "places_in: tokens ", range,
+            " are not all held");
+  }
+  return places;
+}
+
+Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
+              int64_t rows) {
+  const int ranks = layout.ownership.ranks();
+  check(rank >= 0 && rank < ranks, "Plan: rank ", rank, " of ", ranks);
+  check(strategy.head_ranks >= 1 && ranks % strategy.head_ranks == 0,
+        "Plan: ", ranks, " ranks do not form teams of ", strategy.head_ranks);
+  check(rows >= 0 &&
+            (layout.masks.size() == 1 || std::ssize(layout.masks) == rows),
+        "Plan: ", layout.masks.size(), " masks for ", rows,
+        " rows; give one for all rows, or one for each");
+  Plan plan;
+  plan.strategy_ = strategy;
+  plan.rank_ = rank;
+  plan.ranks_ = ranks;
+  plan.rows_ = rows;
+  const Teams teams(layout, strategy, rank);
+  for (int i = 0; i < teams.size; ++i) {
+    plan.member_tokens_.push_back(
+        layout.ownership.local_tokens(plan.first_of_team() + i));
+  }
+  plan.steps_ =
+      strategy.transport == KeyTransport::ring
+          ? ring_steps(teams)
+          : gathered_steps(teams, strategy.transport == KeyTransport::needed);
+  const Ranges& queries = teams.held_by(teams.mine);
+  for (PlanStep& step : plan.steps_) {
+    for (int64_t row = 0; row < rows; ++row) {
+      if (row > 0 && layout.masks.size() == 1) {
+        // The same lines once more.
+        const auto each = std::ssize(step.lines) / row;
+        for (int64_t i = 0; i < each; ++i) {
+          step.lines.push_back(step.lines[static_cast<std::size_t>(i)]);
+          step.lines.back().row = row;
+        }
+        continue;
+      }
+      const auto lines =
+          key_lines(layout.mask_of(row), queries, step.keys, row);
+      step.lines.insert(step.lines.end(), lines.begin(), lines.end());
+    }
+    for (const KeyLines& line : step.lines) step.pairs += count_pairs(line);
+  }
+  return plan;
+}
+
+int Plan::hops() const {
+  int hops = 0;
+  for (int i = 0; i < static_cast<int>(steps_.size()); ++i) {
+    const PlanStep& step = steps_[static_cast<std::size_t>(i)];
+    if (!step.arrivals.empty() || !step.sends.empty()) hops = i + 1;
+  }
+  return hops;
+}
+
+int64_t Plan::sent_bytes(const AttentionShape& shape, Pass pass) const {
+  const int64_t element = shape.bytes_per_element;
+  const int64_t sum = std::max<int64_t>(element, 4);  // what is added up
+  const int members = strategy_.head_ranks;
+  const auto share = [&](int who) {
+    return HeadShare::of(shape.heads, shape.key_heads, who, members);
+  };
+  const HeadShare mine = share(member());
+  const int64_t both = shape.head_dim + shape.value_dim;
+  int64_t bytes = 0;
+  for (const PlanStep& step : steps_) {
+    bytes += tokens_in(step.sends) * mine.key_heads.size() * both * element;
+    if (pass == Pass::backward) {
+      bytes += tokens_in(step.returns) * mine.key_heads.size() * both * sum;
+    }
+  }
+  for (int other = 0; other < members; ++other) {
+    if (other == member()) continue;
+    const HeadShare theirs = share(other);
+    const int64_t here = member_tokens_[static_cast<std::size_t>(member())];
+    const int64_t there = member_tokens_[static_cast<std::size_t>(other)];
+    if (pass == Pass::forward) {
+      // q, k and v go out; outputs and their log-sum-exp come back.
+      bytes += here * element *
+               (theirs.heads.size() * shape.head_dim +
+                theirs.key_heads.size() * both);
+      bytes += there * mine.heads.size() * (shape.value_dim * element + sum);
+    } else {
+      // The upstream gradient and its row sums go out; dq, dk, dv come back.
+      bytes += here * theirs.heads.size() * (shape.value_dim * element + sum);
+      bytes += there * (mine.heads.size() * shape.head_dim * element +
+                        mine.key_heads.size() * both * sum);
+    }
+  }
+  return bytes * rows_;
+}
+
+std::string Plan::to_string() const {
+  std::string text = join("Plan(", strategy_.to_string(), ", rank ", rank_,
+                          " of ", ranks_, ", ", hops(), " hops)");
+  for (std::size_t i = 0; i < steps_.size(); ++i) {
+    const PlanStep& step = steps_[i];
+    text += join("\n  step ", i, ": ", count_tokens(step.keys), " keys, ",
+                 step.lines.size(), " stretches, ", step.pairs, " pairs");
+    for (const std::string& part :
+         {listed("; sends", "to", step.sends),
+          listed("; gets", "from", step.arrivals),
+          listed("; backward returns", "to", step.returns)}) {
+      text += part;
+    }
+  }
+  return text;
+}
+
+}  // namespace longspan
