@@ -263,8 +263,11 @@ int64_t Plan::sent_bytes(const AttentionShape& shape, Pass pass) const {
                 theirs.key_heads.size() * both);
       bytes += there * mine.heads.size() * (shape.value_dim * element + sum);
     } else {
-      // The upstream gradient and its row sums go out; dq, dk, dv come back.
-      bytes += here * theirs.heads.size() * (shape.value_dim * element + sum);
+      // q, k, v and the upstream gradient go out with two numbers a row; dq, dk
+      // and dv come back.
+      bytes += here * element *
+               (theirs.heads.size() * both + theirs.key_heads.size() * both);
+      bytes += here * theirs.heads.size() * 2 * sum;
       bytes += there * (mine.heads.size() * shape.head_dim * element +
                         mine.key_heads.size() * both * sum);
     }

@@ -65,7 +65,7 @@ class Plan {
   /// are those of all members, in this order.
   const std::vector<int64_t>& member_tokens() const { return member_tokens_; }
 
-  /// Last step with work or arrivals on any rank, from 0: how often keys hop.
+  /// In how many steps keys leave or reach this rank.
   int hops() const;
 
   /// Bytes this rank sends to others, in one pass.

@@ -4,6 +4,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Longspan's C++ values and functions.";
   m.attr("__version__") = LONGSPAN_VERSION;
   longspan::python::bind_core(m);
+  longspan::python::bind_plan(m);
   longspan::python::bind_draw(m);
   longspan::python::bind_batch(m);
+  longspan::python::bind_attention(m);
 }

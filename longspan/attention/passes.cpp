@@ -1,0 +1,214 @@
+#include "longspan/attention/passes.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "longspan/comm/exchange.h"
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+namespace {
+
+/// Keys and values of some tokens side by side, [tokens, rows, key heads,
+/// head_dim + value_dim]: any run of tokens is one contiguous message.
+struct KeyBlock {
+  at::Tensor both;
+  int64_t head_dim = 0;
+
+  static at::Tensor empty(const AttentionInputs& in, int64_t tokens,
+                          at::ScalarType dtype) {
+    return at::empty(
+        {tokens, in.k.size(0), in.k.size(2), in.k.size(3) + in.v.size(3)},
+        in.k.options().dtype(dtype));
+  }
+
+  at::Tensor keys() const {
+    return both.narrow(3, 0, head_dim).transpose(0, 1);
+  }
+  at::Tensor values() const {
+    return both.narrow(3, head_dim, both.size(3) - head_dim).transpose(0, 1);
+  }
+};
+
+KeyBlock pack_keys(const AttentionInputs& in) {
+  KeyBlock block{KeyBlock::empty(in, in.k.size(1), in.k.scalar_type()),
+                 in.k.size(3)};
+  block.keys().copy_(in.k);
+  block.values().copy_(in.v);
+  return block;
+}
+
+/// The tokens of a parcel, cut out of an array that holds `held`; a view where
+/// they lie together.
+at::Tensor cut(const at::Tensor& array, const std::vector<TokenRange>& held,
+               const std::vector<TokenRange>& wanted) {
+  std::vector<at::Tensor> pieces;
+  for (TokenRange place : places_in(held, wanted)) {
+    pieces.push_back(array.narrow(0, place.begin, place.size()));
+  }
+  return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
+}
+
+bool moves_keys(const Plan& plan) {
+  for (const PlanStep& step : plan.steps()) {
+    if (!step.sends.empty() || !step.arrivals.empty()) return true;
+  }
+  return false;
+}
+
+/// The keys of one step after another. next() starts what the current step
+/// sends and receives; arrive() waits for it and makes it current.
+class KeyFlow {
+ public:
+  KeyFlow(const Plan& plan, const Group& group, const AttentionInputs& inputs,
+          const char* pass)
+      : plan_(plan), group_(group), own_(inputs), pass_(pass) {
+    if (moves_keys(plan)) held_ = pack_keys(inputs);
+  }
+
+  AttentionInputs inputs() const {
+    AttentionInputs now = own_;
+    if (step_ == 0) return now;
+    // A step without keys has none to show.
+    now.k = held_.both.defined() ? held_.keys() : own_.k.narrow(1, 0, 0);
+    now.v = held_.both.defined() ? held_.values() : own_.v.narrow(1, 0, 0);
+    return now;
+  }
+
+  void start_next() {
+    const PlanStep& step = plan_.steps()[step_];
+    if (step.sends.empty() && step.arrivals.empty()) return;
+    std::vector<Parcel> sends, receives;
+    for (const PlannedParcel& parcel : step.sends) {
+      sends.push_back({parcel.peer, cut(held_.both, step.keys, parcel.tokens)});
+    }
+    int64_t tokens = 0;
+    for (const PlannedParcel& parcel : step.arrivals) {
+      tokens += count_tokens(parcel.tokens);
+    }
+    next_ = {KeyBlock::empty(own_, tokens, own_.k.scalar_type()),
+             own_.k.size(3)};
+    int64_t at = 0;
+    for (const PlannedParcel& parcel : step.arrivals) {
+      const int64_t count = count_tokens(parcel.tokens);
+      receives.push_back({parcel.peer, next_.both.narrow(0, at, count)});
+      at += count;
+    }
+    transfer_ =
+        start_exchange(group_, std::move(sends), std::move(receives),
+                       join(plan_.strategy().to_string(), " attention ", pass_,
+                            ", keys, hop ", step_ + 1, " of ", plan_.hops()));
+  }
+
+  void arrive() {
+    transfer_.wait();
+    held_ = std::exchange(next_, {});
+    ++step_;
+  }
+
+ private:
+  const Plan& plan_;
+  const Group& group_;
+  const AttentionInputs& own_;
+  const char* pass_;
+  std::size_t step_ = 0;
+  KeyBlock held_, next_;
+  Transfer transfer_;
+};
+
+/// Gradients of other ranks' keys on their way home, and those of ours on
+/// their way here.
+class Homecoming {
+ public:
+  Homecoming(const Plan& plan, const Group& group, const KeyBlock& own)
+      : plan_(plan), group_(group), own_(own) {}
+
+  /// Sends the gradients that a step found. What an earlier step sent is
+  /// received first, so that one block at a time is under way.
+  void send(std::size_t i, const at::Tensor& found) {
+    receive();
+    const PlanStep& step = plan_.steps()[i];
+    if (step.returns.empty() && step.homecomings.empty()) return;
+    std::vector<Parcel> sends;
+    for (const PlannedParcel& parcel : step.returns) {
+      sends.push_back({parcel.peer, cut(found, step.keys, parcel.tokens)});
+    }
+    for (const PlannedParcel& parcel : step.homecomings) {
+      auto sizes = own_.both.sizes().vec();
+      sizes[0] = count_tokens(parcel.tokens);
+      coming_.push_back({parcel.peer, at::empty(sizes, own_.both.options())});
+    }
+    step_ = &step;
+    transfer_ = start_exchange(
+        group_, std::move(sends), coming_,
+        join(plan_.strategy().to_string(),
+             " attention backward, gradients, hop ", i, " of ", plan_.hops()));
+  }
+
+  /// Adds what has come, in the order of the plan.
+  void receive() {
+    transfer_.wait();
+    for (std::size_t i = 0; i < coming_.size(); ++i) {
+      int64_t at = 0;
+      for (TokenRange place :
+           places_in(plan_.steps()[0].keys, step_->homecomings[i].tokens)) {
+        own_.both.narrow(0, place.begin, place.size())
+            .add_(coming_[i].tensor.narrow(0, at, place.size()));
+        at += place.size();
+      }
+    }
+    coming_.clear();
+  }
+
+ private:
+  const Plan& plan_;
+  const Group& group_;
+  const KeyBlock& own_;
+  const PlanStep* step_ = nullptr;
+  std::vector<Parcel> coming_;
+  Transfer transfer_;
+};
+
+}  // namespace
+
+void run_forward(const Plan& plan, const Group& group,
+                 const AttentionInputs& inputs, PartialAttention& running) {
+  KeyFlow flow(plan, group, inputs, "forward");
+  for (const PlanStep& step : plan.steps()) {
+    flow.start_next();
+    attend_tiles(flow.inputs(), step.lines, running);
+    flow.arrive();
+  }
+}
+
+void run_backward(const Plan& plan, const Group& group,
+                  const AttentionInputs& inputs,
+                  AttentionGradients& gradients) {
+  KeyFlow flow(plan, group, inputs, "backward");
+  const at::ScalarType sums = gradients.dq.scalar_type();
+  const auto zeros = [&](int64_t tokens) {
+    return KeyBlock{KeyBlock::empty(inputs, tokens, sums).zero_(),
+                    inputs.k.size(3)};
+  };
+  const KeyBlock own = zeros(inputs.k.size(1));
+  Homecoming home(plan, group, own);
+  for (std::size_t i = 0; i < plan.steps().size(); ++i) {
+    const PlanStep& step = plan.steps()[i];
+    flow.start_next();
+    const AttentionInputs now = flow.inputs();
+    const KeyBlock found = i == 0 ? own : zeros(now.k.size(1));
+    AttentionGradients here = gradients;
+    here.dk = found.keys();
+    here.dv = found.values();
+    attend_tiles_backward(now, step.lines, here);
+    home.send(i, found.both);
+    flow.arrive();
+  }
+  home.receive();
+  gradients.dk = own.keys();
+  gradients.dv = own.values();
+}
+
+}  // namespace longspan

@@ -1,0 +1,30 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include "longspan/attention/attend.h"
+#include "longspan/ops/partial_attention.h"
+#include "python/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace longspan::python {
+
+void bind_attention(py::module_& m) {
+  m.def(
+      "attention_layout",
+      [](const Ownership& ownership, std::vector<Mask> masks) {
+        return layout_tensor(AttentionLayout::of(ownership, std::move(masks)));
+      },
+      py::arg("ownership"), py::arg("masks"));
+  m.def(
+      "merge",
+      [](const at::Tensor& out, const at::Tensor& lse,
+         const at::Tensor& other_out, const at::Tensor& other_lse) {
+        const auto both =
+            PartialAttention::merge({out, lse}, {other_out, other_lse});
+        return std::pair{both.out, both.lse};
+      },
+      py::arg("out"), py::arg("lse"), py::arg("other_out"),
+      py::arg("other_lse"));
+}
+
+}  // namespace longspan::python
