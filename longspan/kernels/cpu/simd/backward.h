@@ -1,0 +1,239 @@
+#pragma once
+
+#include "longspan/kernels/cpu/attention_steps.h"
+#include "longspan/kernels/cpu/simd/pack.h"
+#include "longspan/kernels/cpu/simd/scores.h"
+
+namespace longspan {
+namespace {
+
+template <class T>
+struct BackwardScratch {
+  T *k, *v;         // [keys, channels] of the block at hand
+  T *q, *dout;      // [queries, channels]
+  T *q_t, *dout_t;  // [channels, queries]
+  T* dq;            // [queries, head_dim]
+  T* product;       // [keys, channels] of dk or dv
+  T* weights;       // scores, then P
+  T* changes;       // dP, then dS times the scale
+  T *lse, *delta;   // [queries]
+  struct Facts {
+    bool finite;        // q and dout
+    bool some_dead;     // of the next
+    bool dead[kBlock];  // lse infinite: saw no key
+  }* facts;
+  int64_t bytes;
+
+  BackwardScratch(const AttentionArgs& args, void* scratch) {
+    const int64_t d = row_length<T>(args.head_dim);
+    const int64_t dv = row_length<T>(args.value_dim);
+    Carver carver(scratch);
+    k = carver.take<T>(kBlock * d);
+    v = carver.take<T>(kBlock * dv);
+    q = carver.take<T>(kBlock * d);
+    dout = carver.take<T>(kBlock * dv);
+    q_t = carver.take<T>(args.head_dim * score_stride<T>());
+    dout_t = carver.take<T>(args.value_dim * score_stride<T>());
+    dq = carver.take<T>(kBlock * d);
+    product = carver.take<T>(kBlock * (d > dv ? d : dv));
+    weights = carver.take<T>(kBlock * score_stride<T>());
+    changes = carver.take<T>(kBlock * score_stride<T>());
+    lse = carver.take<T>(kBlock);
+    delta = carver.take<T>(kBlock);
+    facts = carver.take<Facts>(1);
+    bytes = carver.bytes();
+  }
+};
+
+template <class Element>
+void backward_start(const AttentionBackwardArgs& args,
+                    const QueryBlock& queries, void* memory) {
+  using T = Accumulator<Element>;
+  const BackwardScratch<T> scratch(args, memory);
+  const int64_t d = row_length<T>(args.head_dim);
+  const int64_t dv = row_length<T>(args.value_dim);
+  auto& facts = *scratch.facts;
+  facts.finite = pack_rows(
+      place_in<const Element>(args.q, queries.row, queries.first,
+                              queries.first_head),
+      args.q.token_stride, queries.count, args.head_dim, scratch.q, d);
+  facts.finite &= pack_rows(
+      place_in<const Element>(args.dout, queries.row, queries.first,
+                              queries.first_head),
+      args.dout.token_stride, queries.count, args.value_dim, scratch.dout, dv);
+  transpose(scratch.q, d, queries.count, args.head_dim, scratch.q_t,
+            score_stride<T>(), kBlock);
+  transpose(scratch.dout, dv, queries.count, args.value_dim, scratch.dout_t,
+            score_stride<T>(), kBlock);
+  for (int64_t i = 0; i < kBlock * d; ++i) scratch.dq[i] = 0;
+  facts.some_dead = false;
+  for (int query = 0; query < kBlock; ++query) {
+    T lse = 0, delta = 0;
+    if (query < queries.count) {
+      const int64_t token = queries.first + query;
+      lse =
+          *place_in<const T>(args.lse, queries.row, token, queries.first_head);
+      delta = *place_in<const T>(args.delta, queries.row, token,
+                                 queries.first_head);
+    }
+    const bool dead = lse == kInfinity<T> || lse == -kInfinity<T>;
+    facts.dead[query] = dead;
+    facts.some_dead |= dead;
+    scratch.lse[query] = dead ? 0 : lse;
+    scratch.delta[query] = delta;
+  }
+}
+
+/// From scores and dP to P and dS: P = exp(score - lse), dS = scale * P * (dP -
+/// delta), times the slope of the soft cap. Hidden pairs get 0 by choice, not
+/// by arithmetic: what they hold may be NaN.
+template <class T>
+void differentiate(const AttentionArgs& args, const KeyBlock& keys,
+                   const BackwardScratch<T>& scratch) {
+  const Lanes lanes = lanes_of<T>(keys);
+  const int64_t stride = score_stride<T>();
+  const T scale = static_cast<T>(args.scale);
+  const T cap = static_cast<T>(args.softcap);
+  const Vector<T> zero = {};
+  for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
+    const Visible<T> visible(keys, lane);
+    const Vector<T> lse = load(scratch.lse + lane);
+    const Vector<T> delta = load(scratch.delta + lane);
+    for (int key = 0; key < keys.count; ++key) {
+      T* p_at = scratch.weights + key * stride + lane;
+      T* ds_at = scratch.changes + key * stride + lane;
+      const Vector<T> s = load(p_at);
+      Vector<T> p = exp_of(s - lse);
+      Vector<T> ds = scale * (p * (load(ds_at) - delta));
+      if (cap != 0) ds *= T{1} - (s / cap) * (s / cap);
+      if (!keys.all) {
+        const Choice<T> sees = visible.sees(key);
+        p = sees ? p : zero;
+        ds = sees ? ds : zero;
+      }
+      store(p_at, p);
+      store(ds_at, ds);
+    }
+  }
+}
+
+/// target[key] += sum over queries of weights[key, query] * rows[query].
+template <class T>
+void add_to_keys(const KeyBlock& keys, const T* weights, const T* rows, int n,
+                 bool finite, T* product, T* target, int64_t target_stride) {
+  const int64_t stride = row_length<T>(n);
+  if (finite) {
+    multiply<Layout::rows, Start::zero>(
+        Product<T>{.a = weights + keys.first_query,
+                   .a_stride = score_stride<T>(),
+                   .b = rows + keys.first_query * stride,
+                   .b_stride = stride,
+                   .c = product,
+                   .c_stride = stride,
+                   .rows = keys.count,
+                   .depth = keys.last_query - keys.first_query,
+                   .columns = whole_vectors<T>(n)});
+  } else {
+    sum_visible_of_keys(keys, weights, rows, stride, n, product);
+  }
+  for (int key = 0; key < keys.count; ++key) {
+    T* to = target + key * target_stride;
+    const T* from = product + key * stride;
+    for (int i = 0; i < n; ++i) to[i] += from[i];
+  }
+}
+
+/// The block without queries that saw nothing.
+inline KeyBlock without_dead(const KeyBlock& keys, const bool* dead) {
+  KeyBlock alive = keys;
+  for (int query = 0; query < kBlock; ++query) {
+    if (dead[query]) alive.low[query] = alive.high[query] = 0;
+  }
+  alive.all = false;
+  return alive;
+}
+
+template <class Element>
+void backward_add_keys(const AttentionBackwardArgs& args,
+                       const QueryBlock& queries, const KeyBlock& given,
+                       const KeyGradients& gradients, void* memory) {
+  using T = Accumulator<Element>;
+  const BackwardScratch<T> scratch(args, memory);
+  const auto& facts = *scratch.facts;
+  const KeyBlock keys =
+      facts.some_dead ? without_dead(given, facts.dead) : given;
+  const int64_t d = row_length<T>(args.head_dim);
+  const int64_t dv = row_length<T>(args.value_dim);
+  const bool k_finite =
+      pack_rows(place_in<const Element>(args.k, queries.row, keys.first,
+                                        queries.key_head),
+                args.k.token_stride, keys.count, args.head_dim, scratch.k, d);
+  pack_rows(place_in<const Element>(args.v, queries.row, keys.first,
+                                    queries.key_head),
+            args.v.token_stride, keys.count, args.value_dim, scratch.v, dv);
+
+  compute_scores(args, keys, scratch.k, scratch.q_t, scratch.weights);
+  const Lanes lanes = lanes_of<T>(keys);
+  multiply<Layout::rows, Start::zero>(
+      Product<T>{.a = scratch.v,
+                 .a_stride = dv,
+                 .b = scratch.dout_t + lanes.begin,
+                 .b_stride = score_stride<T>(),
+                 .c = scratch.changes + lanes.begin,
+                 .c_stride = score_stride<T>(),
+                 .rows = keys.count,
+                 .depth = args.value_dim,
+                 .columns = lanes.end - lanes.begin});
+  differentiate(args, keys, scratch);
+
+  add_to_keys(keys, scratch.weights, scratch.dout, args.value_dim, facts.finite,
+              scratch.product, static_cast<T*>(gradients.dv),
+              gradients.dv_stride);
+  add_to_keys(keys, scratch.changes, scratch.q, args.head_dim, facts.finite,
+              scratch.product, static_cast<T*>(gradients.dk),
+              gradients.dk_stride);
+  if (!k_finite) {
+    add_visible_to_queries(keys, scratch.changes, scratch.k, d, args.head_dim,
+                           scratch.dq);
+    return;
+  }
+  multiply<Layout::transposed, Start::add>(
+      Product<T>{.a = scratch.changes + keys.first_query,
+                 .a_stride = score_stride<T>(),
+                 .b = scratch.k,
+                 .b_stride = d,
+                 .c = scratch.dq + keys.first_query * d,
+                 .c_stride = d,
+                 .rows = keys.last_query - keys.first_query,
+                 .depth = keys.count,
+                 .columns = whole_vectors<T>(args.head_dim)});
+}
+
+template <class Element>
+void backward_finish(const AttentionBackwardArgs& args,
+                     const QueryBlock& queries, void* memory) {
+  using T = Accumulator<Element>;
+  const BackwardScratch<T> scratch(args, memory);
+  const int64_t d = row_length<T>(args.head_dim);
+  for (int query = 0; query < queries.count; ++query) {
+    T* dq = place_in<T>(args.dq, queries.row, queries.first + query,
+                        queries.first_head);
+    for (int i = 0; i < args.head_dim; ++i) dq[i] += scratch.dq[query * d + i];
+  }
+}
+
+template <class Element>
+int64_t backward_scratch_bytes(const AttentionArgs& args) {
+  return BackwardScratch<Accumulator<Element>>(args, nullptr).bytes;
+}
+
+template <class Element>
+constexpr BackwardSteps backward_steps() {
+  return {.scratch_bytes = backward_scratch_bytes<Element>,
+          .start = backward_start<Element>,
+          .add_keys = backward_add_keys<Element>,
+          .finish = backward_finish<Element>};
+}
+
+}  // namespace
+}  // namespace longspan

@@ -1,0 +1,102 @@
+#pragma once
+
+#include "longspan/kernels/cpu/simd/vectors.h"
+
+/// The one product behind all six of attention: C = A B or C += A B.
+namespace longspan {
+namespace {
+
+/// How A lies in memory: element (i, p) at i * stride + p, or, transposed, at
+/// i + p * stride.
+enum class Layout { rows, transposed };
+
+/// Matrices of a product. Rows of B and C hold whole vectors.
+template <class T>
+struct Product {
+  const T* a;
+  int64_t a_stride;
+  const T* b;  // [depth, columns]
+  int64_t b_stride;
+  T* c;  // [rows, columns]
+  int64_t c_stride;
+  int rows, depth, columns;
+};
+
+enum class Start { zero, add };
+
+/// One tile of C, which lives in registers: for each p in order, a column of A
+/// times a row of B. Every element is one chain of additions over p, however
+/// the tiles lie.
+template <Layout layout, Start start, int kRows, int kVectors, class T>
+[[gnu::always_inline]] inline void multiply_tile(const T* a, int64_t a_stride,
+                                                 const T* b, int64_t b_stride,
+                                                 T* c, int64_t c_stride,
+                                                 int depth) {
+  Vector<T> sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      sum[i][j] = start == Start::zero ? Vector<T>{}
+                                       : load(c + i * c_stride + j * kLanes<T>);
+    }
+  }
+  const int64_t row = layout == Layout::rows ? a_stride : 1;
+  const int64_t step = layout == Layout::rows ? 1 : a_stride;
+  for (int p = 0; p < depth; ++p) {
+    Vector<T> from_b[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) from_b[j] = load(b + j * kLanes<T>);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vector<T> from_a = all_lanes(a[i * row]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += from_a * from_b[j];
+    }
+    a += step;
+    b += b_stride;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      store(c + i * c_stride + j * kLanes<T>, sum[i][j]);
+    }
+  }
+}
+
+/// `rows` at most kRows: finds the tile of that height.
+template <Layout layout, Start start, int kRows, int kVectors, class T>
+void multiply_rows(const Product<T>& m, int row, int column, int rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) {
+      multiply_rows<layout, start, kRows - 1, kVectors>(m, row, column, rows);
+      return;
+    }
+  }
+  const int64_t in_a = layout == Layout::rows ? row * m.a_stride : row;
+  multiply_tile<layout, start, kRows, kVectors>(
+      m.a + in_a, m.a_stride, m.b + column, m.b_stride,
+      m.c + row * m.c_stride + column, m.c_stride, m.depth);
+}
+
+/// Columns outside, so that a panel of B stays in the first cache.
+template <Layout layout, Start start, class T>
+void multiply(const Product<T>& m) {
+  constexpr int kPanel = kTileVectors * kLanes<T>;
+  int column = 0;
+  for (; column + kPanel <= m.columns; column += kPanel) {
+    for (int row = 0; row < m.rows; row += kTileRows) {
+      multiply_rows<layout, start, kTileRows, kTileVectors>(m, row, column,
+                                                            m.rows - row);
+    }
+  }
+  for (; column < m.columns; column += kLanes<T>) {
+    for (int row = 0; row < m.rows; row += kTileRows) {
+      multiply_rows<layout, start, kTileRows, 1>(m, row, column, m.rows - row);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace longspan

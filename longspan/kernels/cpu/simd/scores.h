@@ -1,0 +1,112 @@
+#pragma once
+
+#include "longspan/kernels/cpu/attention_blocks.h"
+#include "longspan/kernels/cpu/simd/functions.h"
+#include "longspan/kernels/cpu/simd/multiply.h"
+
+/// What both directions do with a block of scores. A block lies transposed,
+/// [keys, queries]: a softmax over keys then works on whole vectors of queries,
+/// and keys and values are used as the caller has them.
+namespace longspan {
+namespace {
+
+/// The scratch row of a block of scores.
+template <class T>
+inline int64_t score_stride() {
+  return row_length<T>(kBlock);
+}
+
+/// Lanes of whole vectors that hold every query that sees something.
+struct Lanes {
+  int begin, end;
+};
+
+template <class T>
+inline Lanes lanes_of(const KeyBlock& keys) {
+  return {keys.first_query / kLanes<T> * kLanes<T>,
+          whole_vectors<T>(keys.last_query)};
+}
+
+/// Which keys the queries of one vector see.
+template <class T>
+struct Visible {
+  Choice<T> low, high;
+
+  Visible(const KeyBlock& keys, int lane) {
+    for (int i = 0; i < kLanes<T>; ++i) {
+      low[i] = keys.low[lane + i];
+      high[i] = keys.high[lane + i];
+    }
+  }
+  Choice<T> sees(int key) const {
+    const auto place = static_cast<typename VectorTypes<T>::Integer>(key);
+    return (low <= place) & (high > place);
+  }
+};
+
+/// scores = scale * k q', soft-capped, -inf where a query does not see a key.
+/// The same bits in both directions: one chain over channels for each pair.
+template <class T>
+void compute_scores(const AttentionArgs& args, const KeyBlock& keys, const T* k,
+                    const T* q_transposed, T* scores) {
+  const Lanes lanes = lanes_of<T>(keys);
+  const int64_t stride = score_stride<T>();
+  multiply<Layout::rows, Start::zero>(
+      Product<T>{.a = k,
+                 .a_stride = row_length<T>(args.head_dim),
+                 .b = q_transposed + lanes.begin,
+                 .b_stride = stride,
+                 .c = scores + lanes.begin,
+                 .c_stride = stride,
+                 .rows = keys.count,
+                 .depth = args.head_dim,
+                 .columns = lanes.end - lanes.begin});
+  const T scale = static_cast<T>(args.scale);
+  const T cap = static_cast<T>(args.softcap);
+  const Vector<T> hidden = all_lanes(-kInfinity<T>);
+  for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
+    const Visible<T> visible(keys, lane);
+    for (int key = 0; key < keys.count; ++key) {
+      T* at = scores + key * stride + lane;
+      Vector<T> s = load(at) * scale;
+      if (cap != 0) s = tanh_of(s / cap) * cap;
+      if (!keys.all) s = visible.sees(key) ? s : hidden;
+      store(at, s);
+    }
+  }
+}
+
+/// c[query] += weight[key, query] * rows[key] over visible pairs. Takes the
+/// place of a product where `rows` has an infinity or a NaN, which a hidden
+/// pair's weight of 0 would not keep out.
+template <class T>
+void add_visible_to_queries(const KeyBlock& keys, const T* weights,
+                            const T* rows, int64_t row_stride, int n, T* c) {
+  for (int query = keys.first_query; query < keys.last_query; ++query) {
+    for (int key = keys.low[query]; key < keys.high[query]; ++key) {
+      const T weight = weights[key * score_stride<T>() + query];
+      for (int i = 0; i < n; ++i) {
+        c[query * row_stride + i] += weight * rows[key * row_stride + i];
+      }
+    }
+  }
+}
+
+/// c[key] = sum of weight[key, query] * rows[query] over visible pairs.
+template <class T>
+void sum_visible_of_keys(const KeyBlock& keys, const T* weights, const T* rows,
+                         int64_t row_stride, int n, T* c) {
+  for (int key = 0; key < keys.count; ++key) {
+    for (int i = 0; i < n; ++i) c[key * row_stride + i] = 0;
+    for (int query = keys.first_query; query < keys.last_query; ++query) {
+      if (key < keys.low[query] || key >= keys.high[query]) continue;
+      const T weight = weights[key * score_stride<T>() + query];
+      for (int i = 0; i < n; ++i) {
+        c[key * row_stride + i] += weight * rows[query * row_stride + i];
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace longspan

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+
+/// Vectors of the width that the including source is compiled for.
+///
+/// Everything in this folder has internal linkage: each instruction set
+/// compiles its own copy, and none may be shared between them. Include it from
+/// the sources named attention_<instruction set>.cpp only, and keep templates
+/// and inline functions of others out.
+namespace longspan {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kTileRows = 8, kTileVectors = 2;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kTileRows = 6, kTileVectors = 2;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kTileRows = 4, kTileVectors = 2;
+#endif
+
+template <class T>
+struct VectorTypes;
+
+template <>
+struct VectorTypes<float> {
+  using Integer = int32_t;
+  typedef float Values __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+};
+
+template <>
+struct VectorTypes<double> {
+  using Integer = int64_t;
+  typedef double Values __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Bits __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vector = typename VectorTypes<T>::Values;
+
+/// A comparison of vectors: all bits or none in each lane.
+template <class T>
+using Choice = typename VectorTypes<T>::Integers;
+
+template <class T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+constexpr T kInfinity = static_cast<T>(__builtin_inf());
+
+template <class T>
+inline Vector<T> load(const T* from) {
+  Vector<T> vector;
+  __builtin_memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class T>
+inline void store(T* to, Vector<T> vector) {
+  __builtin_memcpy(to, &vector, sizeof vector);
+}
+
+template <class T>
+inline Vector<T> all_lanes(T value) {
+  return Vector<T>{} + value;
+}
+
+/// The length of a scratch row of n elements, in elements: whole cache lines,
+/// and an odd number of them, so that a column of rows spreads over the cache.
+template <class T>
+inline int64_t row_length(int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  return ((n + kLine - 1) / kLine | 1) * kLine;
+}
+
+/// n, rounded up to whole vectors.
+template <class T>
+inline int whole_vectors(int n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+}  // namespace
+}  // namespace longspan
