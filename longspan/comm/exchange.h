@@ -3,12 +3,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "longspan/comm/group.h"
 
 namespace longspan {
+
+/// A peer did not answer in time, or is gone. The group is of no use after it.
+class LostPeer : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 /// A contiguous tensor that goes to, or comes from, another rank.
 struct Parcel {
@@ -22,17 +29,21 @@ class Transfer {
   /// Nothing under way.
   Transfer();
   Transfer(Transfer&&) noexcept;
+  /// Waits for what was under way before, and for errors of it says nothing.
   Transfer& operator=(Transfer&&) noexcept;
+  /// Waits too, unless an exception is on its way; then the tensors are kept
+  /// until the backend is done with them.
   ~Transfer();
 
   /// Returns when everything was sent and received (on CUDA: when the current
-  /// stream may use it). Throws std::runtime_error that names rank, peer and
-  /// purpose when the group's timeout expires or a peer is gone.
+  /// stream may use it). Throws LostPeer, which names rank, peer and purpose,
+  /// when the group's timeout expires or a peer is gone.
   void wait();
 
  private:
   friend Transfer start_exchange(const Group&, std::vector<Parcel>,
                                  std::vector<Parcel>, std::string);
+  void drop() noexcept;
   struct State;
   std::unique_ptr<State> state_;
 };
@@ -40,8 +51,12 @@ class Transfer {
 /// Starts sending and receiving point to point, all at once and without an
 /// order between peers. The parcels between two ranks match in the order in
 /// which both list them; empty ones are left out on both sides. Every rank of
-/// the group must call it in the same order (its lists may be empty).
+/// the group must call it in the same order (its lists may be empty). Over gloo
+/// parcels of unequal size never meet, so that both ranks lose their peer.
 /// `purpose` is for messages: "ring attention forward, hop 2 of 4".
+///
+/// Tensors are on one device. Where the backend cannot move tensors of that
+/// device (CUDA over gloo), they go through copies in host memory.
 Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
                         std::vector<Parcel> receives, std::string purpose);
 

@@ -3,6 +3,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -12,23 +13,34 @@ class ProcessGroup;
 
 namespace longspan {
 
+struct GroupRecord;
+
 /// The ranks that hold one sequence together.
 ///
 /// A group of one is an ordinary group: every collective returns its argument.
 /// Copies are cheap and share the traffic counter.
 class Group {
  public:
+  Group(const Group&);
+  Group(Group&&) noexcept;
+  Group& operator=(const Group&);
+  Group& operator=(Group&&) noexcept;
+  ~Group();
+
   /// One rank, no communication.
   static Group solo();
 
-  /// Any c10d group, whatever its backend.
+  /// Any c10d group, whatever its backend. One that c10d does not know by name
+  /// gets a name here.
   static Group of(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
   /// The group that c10d registered under this name; "" is solo. This is how
   /// groups travel into operators.
   static Group named(const std::string& name);
 
-  /// From torchrun's or Slurm's variables; solo where there are none.
+  /// From torchrun's or Slurm's variables (see launch.h), over gloo; solo where
+  /// there are none. Every call makes a new group, so all ranks must call it
+  /// equally often.
   static Group from_environment();
 
   int rank() const { return rank_; }
@@ -44,18 +56,25 @@ class Group {
   /// since it was made, counted where tensors are handed to c10d.
   int64_t sent_bytes() const;
 
+  /// "rank 1 of 4 (gloo)".
+  std::string to_string() const;
+
+  /// Null for solo.
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
     return process_group_;
   }
 
+  /// What all Group values of one process group share; null for solo.
+  const std::shared_ptr<GroupRecord>& record() const { return record_; }
+
  private:
-  Group() = default;
-  friend class Transfer;
+  Group();
 
   int rank_ = 0;
   int size_ = 1;
   std::string name_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::shared_ptr<GroupRecord> record_;
 };
 
 }  // namespace longspan

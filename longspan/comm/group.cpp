@@ -1,0 +1,222 @@
+#include "longspan/comm/group.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <cstdlib>
+#include <unordered_map>
+
+#include "longspan/comm/gloo_groups.h"
+#include "longspan/comm/group_record.h"
+#include "longspan/comm/launch.h"
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+namespace {
+
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// Null when there is none.
+ProcessGroup registered(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+/// The name under which operators find this group; registers it when c10d does
+/// not know it by its own.
+std::string registered_name(const ProcessGroup& process_group) {
+  std::string name;
+  try {
+    name = process_group->getGroupName();
+  } catch (const std::exception&) {  // no backend that could hold a name
+  }
+  if (!name.empty() && registered(name) == process_group) return name;
+  if (process_group->getSize() == 1) return "";
+  static std::atomic<int64_t> made = 0;
+  name = join("longspan/group/", made++);
+  c10d::register_process_group(name, process_group);
+  return name;
+}
+
+struct Entry {
+  // A weak pointer keeps the address from being given to another group.
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;
+  std::shared_ptr<GroupRecord> record;
+};
+
+std::mutex records_mutex;
+
+std::unordered_map<c10d::ProcessGroup*, Entry>& records() {
+  // Never destroyed: groups may outlive static objects.
+  static auto* const map = new std::unordered_map<c10d::ProcessGroup*, Entry>;
+  return *map;
+}
+
+std::optional<std::string> variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return value;
+}
+
+}  // namespace
+
+bool GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
+                       std::chrono::milliseconds timeout) {
+  const auto throw_if_interrupted = [this] {
+    if (interrupted_) throw std::runtime_error(*interrupted_);
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_interrupted();
+    waiting_.push_back(work.get());
+  }
+  const auto leave = [&] {
+    const std::lock_guard lock(mutex_);
+    std::erase(waiting_, work.get());
+  };
+  bool done = false;
+  try {
+    done = work->wait(timeout);
+  } catch (...) {
+    leave();
+    throw;
+  }
+  leave();
+  if (!done) {
+    const std::lock_guard lock(mutex_);
+    throw_if_interrupted();
+  }
+  return done;
+}
+
+void GroupRecord::interrupt(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (!interrupted_) interrupted_ = why;
+  for (c10d::Work* work : waiting_) work->abort();
+}
+
+void GroupRecord::abandon(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
+  const std::lock_guard lock(mutex_);
+  for (auto& work : works) abandoned_.push_back(std::move(work));
+}
+
+void GroupRecord::forget_abandoned() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  const std::lock_guard lock(mutex_);
+  works.swap(abandoned_);
+}
+
+std::shared_ptr<GroupRecord> record_of(const ProcessGroup& process_group) {
+  std::vector<Entry> gone;  // let go of after the lock
+  const std::lock_guard lock(records_mutex);
+  auto& map = records();
+  if (const auto it = map.find(process_group.get()); it != map.end()) {
+    return it->second.record;
+  }
+  for (auto it = map.begin(); it != map.end();) {
+    if (!it->second.process_group.expired()) {
+      ++it;
+      continue;
+    }
+    gone.push_back(std::move(it->second));
+    it = map.erase(it);
+  }
+  auto record = std::make_shared<GroupRecord>();
+  record->name = registered_name(process_group);
+  map.emplace(process_group.get(),
+              Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group),
+                    record});
+  return record;
+}
+
+// Here, because the header does not know what a process group is.
+Group::Group() = default;
+Group::Group(const Group&) = default;
+Group::Group(Group&&) noexcept = default;
+Group& Group::operator=(const Group&) = default;
+Group& Group::operator=(Group&&) noexcept = default;
+Group::~Group() = default;
+
+Group Group::solo() {
+  return {};
+}
+
+Group Group::of(ProcessGroup process_group) {
+  check(process_group.defined(),
+        "Group: no process group; for one rank take Group::solo()");
+  Group group;
+  group.rank_ = process_group->getRank();
+  group.size_ = process_group->getSize();
+  check(group.rank_ >= 0 && group.rank_ < group.size_, "Group: rank ",
+        group.rank_, " of ", group.size_,
+        "; this process is no member of the group");
+  group.record_ = record_of(process_group);
+  group.name_ = group.record_->name;
+  group.process_group_ = std::move(process_group);
+  return group;
+}
+
+Group Group::named(const std::string& name) {
+  if (name.empty()) return solo();
+  ProcessGroup process_group = registered(name);
+  check(process_group.defined(), "Group: no process group named '", name,
+        "' is alive; keep the group that the name came from as long as "
+        "operators use it");
+  return of(std::move(process_group));
+}
+
+Group Group::from_environment() {
+  const std::optional<Launch> launch = launch_from(variable);
+  if (!launch || launch->size == 1) return solo();
+  static std::atomic<int64_t> made = 0;
+  const std::string name = join("longspan/environment/", made++);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(launch->port);
+  options.isServer = launch->rank == 0 && !launch->store_exists;
+  options.numWorkers = static_cast<std::size_t>(launch->size);
+  options.waitWorkers = false;
+  options.multiTenant = true;
+  const auto store =
+      c10::make_intrusive<c10d::TCPStore>(launch->address, options);
+  // After a restart the store of torchrun's agent still holds the old keys.
+  const std::string attempt =
+      variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  return of(make_gloo_group({.store = c10::make_intrusive<c10d::PrefixStore>(
+                                 join(name, "/attempt/", attempt), store),
+                             .rank = launch->rank,
+                             .size = launch->size,
+                             .name = name,
+                             .network = Network::default_interface}));
+}
+
+std::chrono::milliseconds Group::timeout() const {
+  std::chrono::milliseconds timeout = kProcessGroupDefaultTimeout;
+  if (process_group_.defined()) {
+    try {
+      const auto backend =
+          process_group_->hasBackendForDeviceType(c10::DeviceType::CPU)
+              ? process_group_->getBackend(c10::DeviceType::CPU)
+              : process_group_->getDefaultBackend();
+      timeout = backend->getBackendOptions()->timeout;
+    } catch (const c10::Error&) {  // a backend without options has the default
+    }
+  }
+  return timeout;
+}
+
+int64_t Group::sent_bytes() const {
+  return record_ ? record_->sent_bytes.load() : 0;
+}
+
+std::string Group::to_string() const {
+  if (!process_group_.defined()) return "rank 0 of 1 (solo)";
+  return join("rank ", rank_, " of ", size_, " (",
+              process_group_->getBackendName(), ")");
+}
+
+}  // namespace longspan

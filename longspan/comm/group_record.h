@@ -1,0 +1,52 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace longspan {
+
+/// What all Group values of one process group share. It lives as long as the
+/// process group does.
+struct GroupRecord {
+  std::string name;
+  std::atomic<int64_t> sent_bytes = 0;
+
+  /// Whether the first exchange brought all ranks together, which backends that
+  /// connect lazily need.
+  std::atomic<bool> connected = false;
+
+  /// Waits for work unless, or until, the group is interrupted: then throws
+  /// what interrupt() was told. False when the work was aborted otherwise.
+  bool wait(const c10::intrusive_ptr<c10d::Work>& work,
+            std::chrono::milliseconds timeout);
+
+  /// Ends all waits, those to come too. gloo itself leaves a wait alone when
+  /// the peer dies in the middle of a message.
+  void interrupt(const std::string& why);
+
+  /// Work that nobody waits for any more. gloo must not lose its buffers in the
+  /// middle of a message, and cannot be asked whether it is done.
+  void abandon(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+
+  /// Drops abandoned work; only when the group is closed.
+  void forget_abandoned();
+
+ private:
+  std::mutex mutex_;
+  std::optional<std::string> interrupted_;
+  std::vector<c10d::Work*> waiting_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> abandoned_;
+};
+
+/// The record of a process group, made on first sight.
+std::shared_ptr<GroupRecord> record_of(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+
+}  // namespace longspan

@@ -1,0 +1,245 @@
+"""Checks that users can run on their own models: the same answer on N ranks as
+on one, and no document that moves another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan import _C
+from longspan.batch import LocalBatch, shard, unshard
+from longspan.group import Group, GroupLike, all_gather_tokens
+
+#: How a model runs on a share: the loss of the share's tokens over the count of
+#: all of them (None without labels), and one output for each token.
+Run = Callable[[nn.Module, LocalBatch, Group], tuple[Tensor | None, Tensor]]
+
+
+def run_model(model: nn.Module, local: LocalBatch, group: Group) -> tuple[Tensor | None, Tensor]:
+    """``model(local, group)``, which returns the loss and the logits."""
+    loss, logits = model(local, group)
+    return loss, logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One tensor of the run over the ranks, against the one-rank run."""
+
+    name: str
+    error: float  # Frobenius norm of the difference, over that of the tensor
+    allowed: float
+
+    @property
+    def differs(self) -> bool:
+        return not self.error <= self.allowed  # NaN differs too
+
+    def __str__(self) -> str:
+        sign = ">" if self.differs else "<="
+        return f"{self.name}: {self.error:.3g} {sign} {self.allowed:.3g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """What `check_parity` found; true when nothing differs."""
+
+    differences: tuple[Difference, ...]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first tensor that differs, in the order of computation."""
+        return next((d for d in self.differences if d.differs), None)
+
+    def __bool__(self) -> bool:
+        return self.first is None
+
+    def __str__(self) -> str:
+        wrong = sum(d.differs for d in self.differences)
+        head = f"{len(self.differences)} tensors compared, {wrong} differ"
+        return "\n  ".join([head, *map(str, self.differences)])
+
+    def raise_if_different(self) -> None:
+        if self.first is not None:
+            raise AssertionError(f"check_parity: {self.first}\n{self}")
+
+
+def check_parity(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: GroupLike | None,
+    *,
+    run: Run = run_model,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Parity:
+    """Runs `model` on this rank's share of `batch` and on the whole batch, and
+    compares the loss, the logits and the gradient of every parameter.
+
+    Every rank of the group calls it with the same model and batch. `run` says how
+    the model is called; `options` go to `shard`. `tolerance` is relative to each
+    tensor's norm; by default 64 roundings of the coarser of its dtype and the
+    model's. Gradients the model had before are left as they were.
+    """
+    ranks = Group.of(group)
+    whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
+    share = shard(batch, ranks, **options)
+    coarsest = max(
+        (torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
+        default=0.0,
+    )
+
+    def compared(name: str, got: Tensor, expected: Tensor) -> Difference:
+        got, expected = got.detach(), expected.detach()
+        eps = max(torch.finfo(expected.dtype).eps, coarsest)
+        size = float(expected.double().norm())
+        error = float((got.double() - expected.double()).norm())
+        return Difference(
+            name, error / size if size else error, 64 * eps if tolerance is None else tolerance
+        )
+
+    with _own_gradients(model):
+        loss, logits = run(model, whole, Group.solo())
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        expected_logits = unshard([logits.detach()], whole)
+        gradients = {
+            name: None if p.grad is None else p.grad.clone() for name, p in _trained(model)
+        }
+    with _own_gradients(model):
+        local_loss, local_logits = run(model, share, ranks)
+        found = []
+        if local_loss is not None and loss is not None:
+            local_loss.backward()  # type: ignore[no-untyped-call]
+            found.append(compared("loss", _summed(local_loss, ranks), loss))
+        got = unshard(local_logits.detach(), share, group=ranks)
+        found.append(compared("logits", got, expected_logits))
+        if loss is not None:
+            for name, parameter in _trained(model):
+                grad = parameter.grad
+                mine = torch.zeros_like(parameter) if grad is None else grad
+                expected = gradients[name]
+                found.append(
+                    compared(
+                        name,
+                        _summed(mine, ranks),
+                        torch.zeros_like(parameter) if expected is None else expected,
+                    )
+                )
+    return Parity(tuple(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """An output that moved although only another document was changed."""
+
+    changed_document: int
+    moved_document: int
+    row: int
+    token: int
+    by: float
+
+    def __str__(self) -> str:
+        return (
+            f"document {self.changed_document} was changed, and the output of token "
+            f"{self.token} of row {self.row}, in document {self.moved_document}, moved by "
+            f"{self.by:.3g}"
+        )
+
+
+def leak_probe(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: GroupLike | None = None,
+    *,
+    run: Run = run_model,
+    documents: int | None = None,
+    **options: Any,
+) -> list[Leak]:
+    """Changes one document after another and watches the outputs of all others.
+
+    Returns what moved: an empty list proves, bit by bit, that no document saw
+    another. Documents are those of `seq_lens`, of `position_ids` that restart, or
+    rows. Token ids are shifted by one, embeddings are negated. `documents` limits
+    how many are tried. Every rank of the group calls it with the same batch.
+    """
+    ranks = Group.of(group)
+    key = "inputs_embeds" if batch.get("inputs_embeds") is not None else "input_ids"
+    inputs: Tensor = batch[key]
+    ids = _document_ids(batch, options)
+
+    def outputs(changed: Tensor) -> Tensor:
+        share = shard({**batch, key: changed}, ranks, **options)
+        with torch.no_grad():
+            _, logits = run(model, share, ranks)
+            return unshard(logits, share, group=ranks)
+
+    before = outputs(inputs)
+    leaks = []
+    for document in sorted(set(ids.flatten().tolist()) - {0})[:documents]:
+        inside = (ids == document).to(inputs.device)
+        if key == "input_ids":
+            largest = int(inputs.max())
+            changed = torch.where(inside, (inputs + 1) % (largest + 1), inputs)
+        else:
+            changed = torch.where(inside.unsqueeze(-1), -inputs, inputs)
+        moved = (outputs(changed) - before).abs().flatten(2).amax(-1)
+        others = moved.cpu().masked_fill((ids == document) | (ids == 0), 0)
+        for row, token in (others != 0).nonzero().tolist():
+            leaks.append(
+                Leak(document, int(ids[row, token]), row, token, float(others[row, token]))
+            )
+            break  # one for each changed document says enough
+    return leaks
+
+
+def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
+    """[B, S]: 1, 2, ... over all rows, 0 where there is no document."""
+    whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
+    packings = whole.layout.packings
+    made = [_C.document_ids(packing) for packing in packings]
+    if len(made) == 1 and whole.layout.form == "stream":
+        return unshard([made[0]], whole)
+    rows, used = [], 0
+    for ids in made:
+        rows.append(torch.where(ids > 0, ids + used, ids))
+        used += int(ids.max()) if ids.numel() else 0
+    return unshard([torch.stack(rows)], whole)
+
+
+def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `shard` without what fixes the number of ranks."""
+    alone = {key: value for key, value in options.items() if key not in ("ownership", "agree")}
+    if options.get("layout") in ("rows", "stream"):
+        alone["layout"] = "contiguous-" + options["layout"]
+    return alone
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _summed(value: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in rank order."""
+    if group.size() == 1:
+        return value.detach()
+    stacked = all_gather_tokens(
+        value.detach().unsqueeze(0), axis=0, sizes=[1] * group.size(), group=group
+    )
+    return stacked.sum(0)
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has no gradients; afterwards, those it had before."""
+    kept = [(p, p.grad) for p in model.parameters()]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in kept:
+            p.grad = grad
