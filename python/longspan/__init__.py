@@ -27,8 +27,10 @@ from longspan._C import (
     work_of,
     work_per_rank,
 )
+from longspan.attention import STRATEGIES, attend, attention_layout, merge, plan
 from longspan.batch import LocalBatch, pack, pad, shard, shard_chunks, unshard
 from longspan.drawing import draw
+from longspan.group import Group, run_ranks
 
 __all__ = [
     "Layout",

@@ -56,12 +56,17 @@ def dense_forward(
     # Rows that see nothing would be 0 / 0: give them a key and take it away.
     blind = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~(visible | blind), float("-inf"))
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    total = lse if sink is None else torch.logaddexp(lse, sink.to(q.dtype).view(1, -1, 1, 1))
-    weights = torch.exp(scores - total)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    if sink is not None:
+        # Softmax knows no infinite logit; a quarter of the largest is as good.
+        most = torch.finfo(q.dtype).max / 4
+        column = sink.to(q.dtype).clamp(-most, most).view(1, -1, 1, 1)
+        column = column.expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    # Not exp(scores - lse): at 1e4 that would round weights by 1e-12.
+    weights = torch.softmax(scores, -1)[..., : visible.shape[-1]]
     weights = torch.where(visible, weights, torch.zeros_like(weights))
-    out = weights @ v
-    return out, lse.squeeze(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return weights @ v, lse
 
 
 def dense_attention(
@@ -85,4 +90,61 @@ def dense_attention(
     assert dq is not None and dk is not None and dv is not None
     return Answer(
         out.detach(), lse.detach(), dq, dk, dv, None if logits is None else logits.grad
+    )
+
+
+def dense_by_formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sink: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Answer:
+    """The same by the formulas of blockwise attention, which know only the
+    output and its log-sum-exp: P = exp(S - lse), dS = P (dP - sum(out dout)).
+    Sums over channels run in an order drawn from `seed`. What this differs from
+    the oracle by is what any such computation may differ by."""
+    random = torch.Generator().manual_seed(seed)
+    order = torch.randperm(q.shape[3], generator=random)
+    value_order = torch.randperm(v.shape[3], generator=random)
+    home, value_home = order.argsort(), value_order.argsort()
+    q, k = (t.to(dtype)[..., order] for t in (q, k))
+    v, dout = (t.to(dtype)[..., value_order] for t in (v, dout))
+    group = q.shape[1] // k.shape[1]
+    k_all, v_all = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = q @ k_all.transpose(-1, -2) * scale
+    bend = torch.ones_like(scores)
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, bend = softcap * bent, 1 - bent * bent
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    blind = lse == float("-inf")
+    logits = None if sink is None else sink.to(dtype).view(1, -1, 1, 1)
+    total = lse if logits is None else torch.logaddexp(lse, logits)
+    weights = torch.exp(scores - total.masked_fill(blind, 0)).masked_fill(~visible, 0)
+    out = weights @ v_all
+    delta = (out * dout)[..., value_home].sum(-1, keepdim=True)
+    ds = weights * (dout @ v_all.transpose(-1, -2) - delta) * bend * scale
+
+    def over_group(grad: torch.Tensor) -> torch.Tensor:
+        return grad.unflatten(1, (k.shape[1], group)).sum(2)
+
+    dsink = None
+    if logits is not None:
+        weight = torch.sigmoid(logits - lse).masked_fill(blind, 0)
+        dsink = -(weight * delta).sum((0, 2, 3))
+    return Answer(
+        out[..., value_home],
+        lse.squeeze(-1),
+        (ds @ k_all)[..., home],
+        over_group(ds.transpose(-1, -2) @ q)[..., home],
+        over_group(weights.transpose(-1, -2) @ dout)[..., value_home],
+        dsink,
     )
