@@ -20,7 +20,6 @@ bool next_key_block(const Windows& windows, int64_t key, int64_t end,
       static_cast<int>(std::min<int64_t>({kBlock, last - first, end - first}));
   block.first_query = kBlock;
   block.last_query = 0;
-  block.all = true;
   for (int query = 0; query < kBlock; ++query) {
     const TokenRange seen = windows.of[query];
     const auto place = [&](int64_t k) {
@@ -32,9 +31,6 @@ bool next_key_block(const Windows& windows, int64_t key, int64_t end,
     if (block.low[query] >= block.high[query]) continue;
     block.first_query = std::min(block.first_query, query);
     block.last_query = query + 1;
-  }
-  for (int query = block.first_query; query < block.last_query; ++query) {
-    block.all &= block.low[query] == 0 && block.high[query] == block.count;
   }
   return true;
 }

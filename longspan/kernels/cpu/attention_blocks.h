@@ -33,7 +33,6 @@ struct KeyBlock {
   int64_t first = 0;  // key
   int count = 0;      // of keys, 1 to kBlock
   int first_query = 0, last_query = 0;
-  bool all = false;  // every query of [first_query, last_query) sees every key
   int32_t low[kBlock] = {}, high[kBlock] = {};
 };
 

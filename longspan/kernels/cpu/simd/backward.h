@@ -106,7 +106,7 @@ void differentiate(const AttentionArgs& args, const KeyBlock& keys,
       Vector<T> p = exp_of(s - lse);
       Vector<T> ds = scale * (p * (load(ds_at) - delta));
       if (cap != 0) ds *= T{1} - (s / cap) * (s / cap);
-      if (!keys.all) {
+      if (!visible.all) {
         const Choice<T> sees = visible.sees(key);
         p = sees ? p : zero;
         ds = sees ? ds : zero;
@@ -149,7 +149,6 @@ inline KeyBlock without_dead(const KeyBlock& keys, const bool* dead) {
   for (int query = 0; query < kBlock; ++query) {
     if (dead[query]) alive.low[query] = alive.high[query] = 0;
   }
-  alive.all = false;
   return alive;
 }
 

@@ -31,11 +31,13 @@ inline Lanes lanes_of(const KeyBlock& keys) {
 template <class T>
 struct Visible {
   Choice<T> low, high;
+  bool all = true;  // all queries, all keys
 
   Visible(const KeyBlock& keys, int lane) {
     for (int i = 0; i < kLanes<T>; ++i) {
       low[i] = keys.low[lane + i];
       high[i] = keys.high[lane + i];
+      all &= low[i] == 0 && high[i] == keys.count;
     }
   }
   Choice<T> sees(int key) const {
@@ -70,7 +72,7 @@ void compute_scores(const AttentionArgs& args, const KeyBlock& keys, const T* k,
       T* at = scores + key * stride + lane;
       Vector<T> s = load(at) * scale;
       if (cap != 0) s = tanh_of(s / cap) * cap;
-      if (!keys.all) s = visible.sees(key) ? s : hidden;
+      if (!visible.all) s = visible.sees(key) ? s : hidden;
       store(at, s);
     }
   }

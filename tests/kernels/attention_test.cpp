@@ -1,0 +1,221 @@
+#include "longspan/kernels/attention.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/kernels/attention_answers.h"
+#include "tests/support/property.h"
+
+namespace longspan {
+namespace {
+
+using test::Answer;
+using test::AttentionArrays;
+using test::AttentionCase;
+using test::CaseInputs;
+using test::inputs_of;
+using test::Strides;
+
+constexpr std::array kTypes{ElementType::float32, ElementType::bfloat16,
+                            ElementType::float16, ElementType::float64};
+constexpr std::array kTypeNames{"float32", "bfloat16", "float16", "float64"};
+
+class Attention : public ::testing::TestWithParam<AttentionCase> {};
+
+INSTANTIATE_TEST_SUITE_P(Cases, Attention,
+                         ::testing::ValuesIn(test::attention_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(Attention, IsAsExactAsAPlainComputationInEveryTypeAndKernel) {
+  const AttentionCase& c = GetParam();
+  for (ElementType type : kTypes) {
+    const CaseInputs inputs = inputs_of(c, type);
+    const Answer exact = slow_answer<double>(inputs);
+    const Answer tolerances = tolerances_of(inputs, exact, type);
+    for (const AttentionKernels& kernels : attention_kernels()) {
+      AttentionArrays arrays = arrays_of(inputs, type, c.strides);
+      run_forward(kernels, inputs.problem, type, inputs.lines, arrays);
+      run_backward(kernels, inputs.problem, type, inputs.lines, arrays);
+      const std::string who = std::string(kernels.name) + " " +
+                              kTypeNames[static_cast<std::size_t>(type)];
+      expect_answer(answer_in(arrays), exact, tolerances, who);
+      for (const test::Array* written :
+           {&arrays.out, &arrays.lse, &arrays.dq, &arrays.dk, &arrays.dv}) {
+        EXPECT_TRUE(written->gaps_kept()) << who;
+      }
+    }
+  }
+}
+
+/// The lines, of keys [keys.begin, keys.end) only.
+std::vector<KeyLines> restricted(std::vector<KeyLines> lines, TokenRange keys) {
+  for (KeyLines& line : lines) {
+    for (int64_t* bound :
+         {&line.begin_min, &line.begin_max, &line.end_min, &line.end_max}) {
+      *bound = std::clamp(*bound, keys.begin, keys.end);
+    }
+  }
+  return lines;
+}
+
+TEST_P(Attention, OverHalvesOfTheKeysMergesToTheWhole) {
+  const CaseInputs inputs = inputs_of(GetParam(), ElementType::float32);
+  const Answer exact = slow_answer<double>(inputs);
+  const Answer tolerances = tolerances_of(inputs, exact, ElementType::float32);
+  const int64_t keys = inputs.problem.keys, middle = keys / 3;
+  for (const AttentionKernels& kernels : attention_kernels()) {
+    AttentionArrays arrays = arrays_of(inputs, ElementType::float32);
+    const auto both_halves = [&](auto run) {
+      for (TokenRange half : {TokenRange{middle, keys}, {0, middle}}) {
+        run(kernels, inputs.problem, ElementType::float32,
+            restricted(inputs.lines, half), arrays, serial_for);
+      }
+    };
+    both_halves(test::run_forward);
+    both_halves(test::run_backward);
+    expect_answer(answer_in(arrays), exact, tolerances,
+                  std::string(kernels.name));
+  }
+}
+
+TEST(AttentionKernelList, StartsWithPortableAndNamesAll) {
+  const auto kernels = attention_kernels();
+  ASSERT_FALSE(kernels.empty());
+  EXPECT_EQ(kernels.front().name, "portable");
+  for (std::size_t i = 1; i < kernels.size(); ++i) {
+    EXPECT_NE(kernels[i].name, kernels[i - 1].name);
+  }
+}
+
+/// `threads` real ones, each with one run of items.
+ParallelFor on_threads(int64_t threads) {
+  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
+    std::vector<std::thread> running;
+    for (int64_t t = 0; t < threads; ++t) {
+      const int64_t begin = items * t / threads;
+      const int64_t end = items * (t + 1) / threads;
+      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
+    }
+    for (std::thread& thread : running) thread.join();
+  };
+}
+
+void expect_same_bits_on_threads(const AttentionCase& c, ElementType type,
+                                 std::span<const AttentionKernels> tested) {
+  const CaseInputs inputs = inputs_of(c, type);
+  for (const AttentionKernels& kernels : tested) {
+    std::vector<AttentionArrays> results;
+    for (int64_t threads : {1, 2, 3, 7}) {
+      AttentionArrays& arrays = results.emplace_back(arrays_of(inputs, type));
+      run_forward(kernels, inputs.problem, type, inputs.lines, arrays,
+                  on_threads(threads));
+      run_backward(kernels, inputs.problem, type, inputs.lines, arrays,
+                   on_threads(threads));
+      const AttentionArrays& first = results.front();
+      const auto same = [](const test::Array& a, const test::Array& b) {
+        return a.bytes() == b.bytes();
+      };
+      EXPECT_TRUE(same(arrays.out, first.out)) << kernels.name << threads;
+      EXPECT_TRUE(same(arrays.lse, first.lse)) << kernels.name << threads;
+      EXPECT_TRUE(same(arrays.dq, first.dq)) << kernels.name << threads;
+      EXPECT_TRUE(same(arrays.dk, first.dk)) << kernels.name << threads;
+      EXPECT_TRUE(same(arrays.dv, first.dv)) << kernels.name << threads;
+    }
+  }
+}
+
+TEST_P(Attention, GivesTheSameBitsOnAnyNumberOfThreads) {
+  expect_same_bits_on_threads(GetParam(), ElementType::float32,
+                              attention_kernels());
+}
+
+/// Enough (head, query block) pairs for several parts, and keys wide enough to
+/// be summed in several rounds; few of them are visible. Rounds are the same
+/// for all kernels, so one kernel is enough.
+AttentionCase several_rounds() {
+  AttentionCase c{.name = "several_rounds",
+                  .queries = 256,
+                  .keys = 600,
+                  .heads = 32,
+                  .heads_per_key_head = 32,
+                  .head_dim = 576,
+                  .value_dim = 512,
+                  .lines = {}};
+  for (int64_t query = 3; query < 256; query += 64) {
+    c.lines.push_back(test::all_of({query, query + 1}, {500, 520}));
+  }
+  return c;
+}
+
+TEST(AttentionRounds, GiveTheSameBitsOnAnyNumberOfThreads) {
+  expect_same_bits_on_threads(several_rounds(), ElementType::float64,
+                              attention_kernels().last(1));
+}
+
+TEST(AttentionRounds, AreAsExactAsAPlainComputation) {
+  const CaseInputs inputs = inputs_of(several_rounds(), ElementType::float64);
+  const Answer exact = slow_answer<double>(inputs);
+  const Answer tolerances = tolerances_of(inputs, exact, ElementType::float64);
+  expect_answer(
+      kernel_answer(attention_kernels().back(), inputs, ElementType::float64),
+      exact, tolerances, "");
+}
+
+/// Shapes and lines that nobody thought of. Lines that share queries have
+/// different thirds of the keys.
+AttentionCase random_case(test::Random& random) {
+  AttentionCase c{
+      .name = "random",
+      .rows = random.between(1, 2),
+      .queries = random.between(1, 150),
+      .keys = random.between(3, 200),
+      .heads = random.between(1, 6),
+      .heads_per_key_head = random.between(1, 5),
+      .head_dim = random.between(1, 20),
+      .value_dim = random.between(1, 40),
+      .softcap = random.one_in(3) ? 3.0 : 0.0,
+      .strides = random.one_in(2) ? Strides::gapped : Strides::contiguous,
+      .lines = {}};
+  c.head_offset = random.between(0, c.heads_per_key_head - 1);
+  for (int64_t third = 0; third < 3; ++third) {
+    const TokenRange keys{c.keys * third / 3, c.keys * (third + 1) / 3};
+    for (int64_t query = 0; query < c.queries;) {
+      query += random.between(0, 20);
+      const int64_t end = std::min(c.queries, query + random.between(1, 100));
+      if (query >= end) break;
+      c.lines.push_back(test::band({query, end}, keys,
+                                   random.between(-100, 100),
+                                   random.between(1, 200)));
+      query = end;
+    }
+  }
+  std::ranges::stable_sort(
+      c.lines, {}, [](const KeyLines& line) { return line.queries.begin; });
+  return c;
+}
+
+TEST(AttentionRandom, ShapesAndLinesGiveTheOraclesAnswer) {
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE(seed);
+    test::Random random(seed);
+    const AttentionCase c = random_case(random);
+    const CaseInputs inputs = inputs_of(c, ElementType::float64);
+    const Answer exact = slow_answer<double>(inputs);
+    const Answer tolerances =
+        tolerances_of(inputs, exact, ElementType::float64);
+    for (const AttentionKernels& kernels : attention_kernels()) {
+      AttentionArrays arrays =
+          arrays_of(inputs, ElementType::float64, c.strides);
+      run_forward(kernels, inputs.problem, ElementType::float64, inputs.lines,
+                  arrays);
+      run_backward(kernels, inputs.problem, ElementType::float64, inputs.lines,
+                   arrays);
+      expect_answer(answer_in(arrays), exact, tolerances,
+                    std::string(kernels.name));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace longspan
