@@ -1,0 +1,218 @@
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "longspan/comm/backends.h"
+#include "longspan/comm/carry.h"
+#include "longspan/comm/collectives.h"
+#include "longspan/comm/group_record.h"
+#include "longspan/comm/linear.h"
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+namespace {
+
+constexpr const char* kGather = "all_gather_tokens";
+constexpr const char* kScatter = "reduce_scatter_tokens";
+
+using Signature = at::Tensor(const at::Tensor&, int64_t, c10::SymIntArrayRef,
+                             std::string_view);
+
+at::Tensor call_gather(const at::Tensor& x, int64_t axis,
+                       c10::SymIntArrayRef sizes, const std::string& group) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("longspan::all_gather_tokens", "")
+          .typed<Signature>();
+  return op.call(x, axis, sizes, group);
+}
+
+at::Tensor call_scatter(const at::Tensor& x, int64_t axis,
+                        c10::SymIntArrayRef sizes, const std::string& group) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("longspan::reduce_scatter_tokens", "")
+          .typed<Signature>();
+  return op.call(x, axis, sizes, group);
+}
+
+int64_t check_gather(const at::Tensor& x, int64_t axis,
+                     c10::SymIntArrayRef sizes, const Group& group) {
+  axis = checked_axis(kGather, x, axis);
+  check_sizes(kGather, "sizes", sizes, group);
+  check_extent(kGather, x, axis, size_here(sizes, group),
+               join("tokens that `sizes` gives rank ", group.rank()));
+  return axis;
+}
+
+int64_t check_scatter(const at::Tensor& x, int64_t axis,
+                      c10::SymIntArrayRef sizes, const Group& group) {
+  axis = checked_axis(kScatter, x, axis);
+  check_sizes(kScatter, "sizes", sizes, group);
+  check_extent(kScatter, x, axis, sum_of(sizes), "tokens of all ranks");
+  return axis;
+}
+
+at::Tensor gather_meta(const at::Tensor& x, int64_t axis,
+                       c10::SymIntArrayRef sizes, std::string_view name) {
+  axis = check_gather(x, axis, sizes, Group::named(std::string(name)));
+  return at::empty_symint(resized(x, axis, sum_of(sizes)), x.options());
+}
+
+at::Tensor scatter_meta(const at::Tensor& x, int64_t axis,
+                        c10::SymIntArrayRef sizes, std::string_view name) {
+  const Group group = Group::named(std::string(name));
+  axis = check_scatter(x, axis, sizes, group);
+  return at::empty_symint(resized(x, axis, size_here(sizes, group)),
+                          x.options());
+}
+
+/// From every rank's whole to its place in everyone's result.
+std::vector<Piece> gather_pieces(int64_t axis, at::IntArrayRef sizes, int me) {
+  const auto firsts = firsts_of(sizes);
+  std::vector<Piece> pieces;
+  const auto add = [&](int from, int to) {
+    const auto size = sizes[static_cast<std::size_t>(from)];
+    pieces.push_back({from,
+                      to,
+                      {axis, 0, size},
+                      {axis, firsts[static_cast<std::size_t>(from)], size}});
+  };
+  for (int from = 0; from < std::ssize(sizes); ++from) {
+    if (from != me) {
+      add(from, me);
+      continue;
+    }
+    for (int to = 0; to < std::ssize(sizes); ++to) add(me, to);
+  }
+  return pieces;
+}
+
+/// One call of the backend's own collective, where the layout allows it. gloo's
+/// would not notice a peer that dies in the middle.
+bool gather_whole(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
+                  const Group& group, at::Tensor& target) {
+  for (int64_t i = 0; i < axis; ++i) {
+    if (x.size(i) != 1) return false;
+  }
+  for (const int64_t size : sizes) {
+    if (size != sizes[0]) return false;
+  }
+  const Route route = route_for(group, x.device(), kGather);
+  if (route.is_gloo || route.through_host || x.numel() == 0) return false;
+  at::Tensor source = x.contiguous();
+  try {
+    route.backend->_allgather_base(target, source)->wait();
+  } catch (const std::exception& error) {
+    throw_lost_peer(group, kGather, -1, {}, error.what());
+  }
+  group.record()->sent_bytes +=
+      static_cast<int64_t>(x.nbytes()) * (group.size() - 1);
+  return true;
+}
+
+at::Tensor gather(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
+                  std::string_view name) {
+  const Group group = Group::named(std::string(name));
+  axis = check_gather(x, axis, sym_ints(sizes), group);
+  auto target_sizes = x.sizes().vec();
+  target_sizes[static_cast<std::size_t>(axis)] = firsts_of(sizes).back();
+  if (group.size() > 1) {
+    at::Tensor target = at::empty(target_sizes, x.options());
+    if (gather_whole(x, axis, sizes, group, target)) return target;
+  }
+  return carry(x, gather_pieces(axis, sizes, group.rank()), target_sizes,
+               Meeting::never, group, kGather);
+}
+
+at::Tensor scatter(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
+                   std::string_view name) {
+  const Group group = Group::named(std::string(name));
+  axis = check_scatter(x, axis, sym_ints(sizes), group);
+  const int me = group.rank();
+  const auto firsts = firsts_of(sizes);
+  std::vector<Piece> pieces;
+  const auto add = [&](int from, int to) {
+    const auto size = sizes[static_cast<std::size_t>(to)];
+    pieces.push_back({from,
+                      to,
+                      {axis, firsts[static_cast<std::size_t>(to)], size},
+                      {axis, 0, size}});
+  };
+  for (int from = 0; from < group.size(); ++from) {
+    if (from != me) {
+      add(from, me);
+      continue;
+    }
+    for (int to = 0; to < group.size(); ++to) add(me, to);
+  }
+  auto target_sizes = x.sizes().vec();
+  target_sizes[static_cast<std::size_t>(axis)] =
+      sizes[static_cast<std::size_t>(me)];
+  return carry(x, pieces, target_sizes, Meeting::add, group, kScatter);
+}
+
+at::Tensor gather_autograd(const at::Tensor& x, int64_t axis,
+                           c10::SymIntArrayRef sizes, std::string_view name) {
+  return apply_linear(
+      x,
+      [=](const at::Tensor& value) {
+        return call_gather(value, axis, sizes, std::string(name));
+      },
+      [axis, sizes = sizes.vec(),
+       name = std::string(name)](const at::Tensor& grad) {
+        return call_scatter(grad, axis, sizes, name);
+      });
+}
+
+at::Tensor scatter_autograd(const at::Tensor& x, int64_t axis,
+                            c10::SymIntArrayRef sizes, std::string_view name) {
+  return apply_linear(
+      x,
+      [=](const at::Tensor& value) {
+        return call_scatter(value, axis, sizes, std::string(name));
+      },
+      [axis, sizes = sizes.vec(),
+       name = std::string(name)](const at::Tensor& grad) {
+        return call_gather(grad, axis, sizes, name);
+      });
+}
+
+}  // namespace
+
+at::Tensor all_gather_tokens(const at::Tensor& x, int64_t axis,
+                             at::IntArrayRef sizes, const Group& group) {
+  check_gather(x, axis, sym_ints(sizes), group);
+  if (group.size() == 1) return x;
+  return call_gather(x, axis, sym_ints(sizes), group.name());
+}
+
+at::Tensor reduce_scatter_tokens(const at::Tensor& x, int64_t axis,
+                                 at::IntArrayRef sizes, const Group& group) {
+  check_scatter(x, axis, sym_ints(sizes), group);
+  if (group.size() == 1) return x;
+  return call_scatter(x, axis, sym_ints(sizes), group.name());
+}
+
+TORCH_LIBRARY_FRAGMENT(longspan, m) {
+  for (const std::string name : {kGather, kScatter}) {
+    m.def((name + "(Tensor x, int axis, SymInt[] sizes, str group) -> Tensor")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+  }
+}
+TORCH_LIBRARY_IMPL(longspan, Meta, m) {
+  m.impl(kGather, gather_meta);
+  m.impl(kScatter, scatter_meta);
+}
+TORCH_LIBRARY_IMPL(longspan, CompositeExplicitAutograd, m) {
+  m.impl(kGather, gather);
+  m.impl(kScatter, scatter);
+}
+TORCH_LIBRARY_IMPL(longspan, Autograd, m) {
+  m.impl(kGather, gather_autograd);
+  m.impl(kScatter, scatter_autograd);
+}
+
+}  // namespace longspan
