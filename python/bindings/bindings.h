@@ -9,6 +9,7 @@ void bind_core(pybind11::module_& m);
 void bind_draw(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);
+void bind_comm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 
 }  // namespace longspan::python

@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   longspan::python::bind_plan(m);
   longspan::python::bind_draw(m);
   longspan::python::bind_batch(m);
+  longspan::python::bind_comm(m);
   longspan::python::bind_attention(m);
 }

@@ -63,10 +63,9 @@ void bind_plan(py::module_& m) {
           py::arg("ownership"), py::arg("masks"), py::arg("strategy"),
           py::arg("rank"), py::arg("key_heads") = 1, py::arg("head_ranks") = 0,
           py::arg("rows") = 1)
-      .def_property_readonly("strategy",
-                             [](const Plan& plan) {
-                               return plan.strategy().to_string();
-                             })
+      .def_property_readonly(
+          "strategy",
+          [](const Plan& plan) { return plan.strategy().to_string(); })
       .def_property_readonly("rank", &Plan::rank)
       .def_property_readonly("ranks", &Plan::ranks)
       .def_property_readonly("steps", &Plan::steps)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from longspan import _C
 from longspan.batch import LocalBatch
-from longspan.group import Group, GroupLike
+from longspan.group import Group
 
 STRATEGIES = ("ring", "gathered", "needed", "head_parallel", "head_parallel_ring")
 
@@ -54,7 +55,7 @@ def attend(
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
     ownership: _C.Ownership | None = None,
     layout: torch.Tensor | None = None,
-    group: GroupLike | None = None,
+    group: Any = None,
     strategy: str = "ring",
     head_ranks: int = 0,
     scale: float | None = None,
@@ -75,7 +76,7 @@ def attend(
     Local losses backpropagated on every rank give parameter gradients whose sum
     over the group is the full gradient. A query that sees no key gets 0.
     """
-    ranks = Group.of(group)
+    ranks = Group() if group is None else Group.of(group)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"attend: dropout_p is {dropout_p}; attention over ranks has no dropout, "

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from longspan import _C
+from longspan.collectives import all_gather_tokens
+from longspan.group import Group, agree
 
 _SENTINEL = -1000
 _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
@@ -41,25 +43,31 @@ class RankAndSize(Protocol):
 
 class LocalBatch(dict[str, Any]):
     """One rank's share of a batch: a dictionary for ``model(**local)`` that also
-    carries its `layout`, so that ``unshard(tensor, local)`` needs nothing else."""
+    carries its `layout`, and the `group` it was cut for where there is one, so that
+    ``unshard(tensor, local)`` needs nothing else."""
 
     layout: _C.Layout
+    group: Group | None
 
-    def __init__(self, entries: Mapping[str, Any], layout: _C.Layout) -> None:
+    def __init__(
+        self, entries: Mapping[str, Any], layout: _C.Layout, group: Group | None = None
+    ) -> None:
         super().__init__(entries)
         self.layout = layout
+        self.group = group
 
     def __repr__(self) -> str:
         return f"LocalBatch({super().__repr__()}, {self.layout})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Groups do not leave their process.
         return LocalBatch, (dict(self), self.layout)
 
     def copy(self) -> LocalBatch:
-        return LocalBatch(self, self.layout)
+        return LocalBatch(self, self.layout, self.group)
 
     def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
-        return LocalBatch(dict(self) | dict(other), self.layout)
+        return LocalBatch(dict(self) | dict(other), self.layout, self.group)
 
 
 def pack(
@@ -117,6 +125,7 @@ def shard(
     pass_through: Sequence[str] = (),
     shift_labels: bool = False,
     ahead: Mapping[str, tuple[str, int]] | None = None,
+    check_agreement: bool = True,
 ) -> LocalBatch:
     """One rank's share of a batch as a collator gives it.
 
@@ -128,12 +137,19 @@ def shard(
     in its row, before the cut. `ahead` adds tensors for multi-token prediction,
     {"next_ids": ("input_ids", 1)}.
 
+    With a `longspan.Group` the ranks first compare hashes of the tensors and of
+    the layout, in one small exchange: where they were given different data, every
+    rank raises and names what differs. `check_agreement=False` leaves that out.
+
     The batch is not changed, and every per-token tensor in the result is new.
     """
     rank, ranks = _rank_and_size(group, rank, ranks)
     rows, others = _read(batch, table, sentinel, pass_through)
     rows = _shifted(rows, shift_labels, ahead)
-    return _share(batch, rows, others, rank, ranks, layout, ownership, multiple)
+    over = group if isinstance(group, Group) else None
+    return _share(
+        batch, rows, others, rank, ranks, layout, ownership, multiple, over, check_agreement
+    )
 
 
 def shard_chunks(
@@ -150,13 +166,17 @@ def shard_chunks(
     pass_through: Sequence[str] = (),
     shift_labels: bool = False,
     ahead: Mapping[str, tuple[str, int]] | None = None,
+    check_agreement: bool = True,
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
     rank, ranks = _rank_and_size(group, rank, ranks)
     rows, others = _read(batch, table, sentinel, pass_through)
     rows = _shifted(rows, shift_labels, ahead)
+    over = group if isinstance(group, Group) else None
     return [
-        _share(batch, chunk, others, rank, ranks, layout, None, multiple)
+        _share(
+            batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement
+        )
         for chunk in _C.chunks(rows, num_chunks)
     ]
 
@@ -165,26 +185,52 @@ def unshard(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     local: LocalBatch | _C.Layout,
     *,
+    group: Group | None = None,
     trim: bool = True,
     fill: int | float | bool = 0,
     axis: int | None = None,
 ) -> torch.Tensor:
-    """The tensors of all ranks, in rank order (a list, or one tensor that holds
-    them all), as one tensor in the original order: ``[B, S, ...]``, or with
+    """What shard cut, as one tensor in the original order: ``[B, S, ...]``, or with
     ``trim=False`` as padded rows or stream. `fill` stands where packing left a
-    loaded pad behind. Differentiable."""
+    loaded pad behind. Differentiable.
+
+    `tensors` is this rank's tensor when the batch was sharded with a
+    `longspan.Group` or one is given: all ranks must call, and each gets the whole.
+    Otherwise it is the tensors of all ranks in rank order, as a list or as one
+    tensor that holds them all."""
     layout = local.layout if isinstance(local, LocalBatch) else local
     if not isinstance(layout, _C.Layout):
         raise TypeError(
             f"unshard: expected the dictionary that shard returned, or its layout; "
             f"got {type(local).__name__}"
         )
+    if group is None and isinstance(local, LocalBatch):
+        group = local.group
+    if group is not None and isinstance(tensors, torch.Tensor):
+        tensors = _gathered(tensors, layout, group, axis)
     shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     if not isinstance(shards, Sequence) or not all(isinstance(t, torch.Tensor) for t in shards):
         raise TypeError("unshard: expected a tensor, or a list with the tensor of every rank")
     if not shards:
         raise ValueError("unshard: no tensors; give one for each rank")
     return _C.unshard(shards, layout, trim, fill, axis)
+
+
+def _gathered(
+    tensor: torch.Tensor, layout: _C.Layout, group: Group, axis: int | None
+) -> torch.Tensor:
+    if group.size() != layout.ranks:
+        raise ValueError(
+            f"unshard: the batch was cut for {layout.ranks} ranks, the group has {group.size()}"
+        )
+    axis = layout.axis if axis is None else axis
+    if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] != layout.local_tokens:
+        raise ValueError(
+            f"unshard: expected this rank's {layout.local_tokens} tokens at axis {axis} of "
+            f"{list(tensor.shape)}"
+        )
+    sizes = [layout.ownership.local_tokens(rank) for rank in range(layout.ranks)]
+    return all_gather_tokens(tensor, axis=axis, sizes=sizes, group=group)
 
 
 def _cut_named(who: str, layout: str) -> _Cut:
@@ -275,6 +321,8 @@ def _share(
     layout: str,
     ownership: _C.Ownership | None,
     multiple: int,
+    group: Group | None,
+    check_agreement: bool,
 ) -> LocalBatch:
     if ownership is None:
         cut = _cut_named("shard", layout)
@@ -293,6 +341,13 @@ def _share(
         packed = _C.pack(rows, form)
         if ownership.tokens > packed.tokens > 0:
             packed = _C.pad(packed, 1, ownership.tokens)
+    if group is not None and check_agreement and group.size() > 1:
+        agree(
+            group,
+            dict(rows.tokens)
+            | {"layout": layout, "ownership": ownership}
+            | {f"documents of row {i}": p for i, p in enumerate(packed.packings[:16])},
+        )
     local = _C.shard(packed, ownership, rank)
     made = dict(local.tokens)
     kept = dict(local.payload) | dict(others)
@@ -308,4 +363,4 @@ def _share(
         entries["cu_seqlens"] = _C.cumulative_lengths(packing).to(device)
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
-    return LocalBatch(entries, local.layout)
+    return LocalBatch(entries, local.layout, group)

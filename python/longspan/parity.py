@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from longspan import _C
 from longspan.batch import LocalBatch, shard, unshard
-from longspan.group import Group, GroupLike, all_gather_tokens
+from longspan.collectives import all_gather_tokens
+from longspan.group import Group
 
 #: How a model runs on a share: the loss of the share's tokens over the count of
 #: all of them (None without labels), and one output for each token.
@@ -70,7 +71,7 @@ class Parity:
 def check_parity(
     model: nn.Module,
     batch: Mapping[str, Any],
-    group: GroupLike | None,
+    group: Any,
     *,
     run: Run = run_model,
     tolerance: float | None = None,
@@ -84,7 +85,7 @@ def check_parity(
     tensor's norm; by default 64 roundings of the coarser of its dtype and the
     model's. Gradients the model had before are left as they were.
     """
-    ranks = Group.of(group)
+    ranks = Group() if group is None else Group.of(group)
     whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
     share = shard(batch, ranks, **options)
     coarsest = max(
@@ -153,7 +154,7 @@ class Leak:
 def leak_probe(
     model: nn.Module,
     batch: Mapping[str, Any],
-    group: GroupLike | None = None,
+    group: Any = None,
     *,
     run: Run = run_model,
     documents: int | None = None,
@@ -166,7 +167,7 @@ def leak_probe(
     rows. Token ids are shifted by one, embeddings are negated. `documents` limits
     how many are tried. Every rank of the group calls it with the same batch.
     """
-    ranks = Group.of(group)
+    ranks = Group() if group is None else Group.of(group)
     key = "inputs_embeds" if batch.get("inputs_embeds") is not None else "input_ids"
     inputs: Tensor = batch[key]
     ids = _document_ids(batch, options)
@@ -212,7 +213,7 @@ def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tenso
 
 def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `shard` without what fixes the number of ranks."""
-    alone = {key: value for key, value in options.items() if key not in ("ownership", "agree")}
+    alone = {key: value for key, value in options.items() if key not in ("ownership", "check_agreement")}
     if options.get("layout") in ("rows", "stream"):
         alone["layout"] = "contiguous-" + options["layout"]
     return alone

@@ -1,0 +1,22 @@
+"""Losses over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from longspan.group import Group
+
+
+def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:
+    """The mean loss over the tokens of all ranks: the sum of all sums over the sum
+    of all counts, the same on every rank; 0 where nobody counts a token.
+
+    Its derivative is that of this rank's part alone, so that after backward on
+    every rank parameter gradients **sum** over the group to those of the mean.
+    """
+    ranks = Group() if group is None else Group.of(group)
+    if not isinstance(count, torch.Tensor):
+        count = torch.tensor(count, device=sum.device)
+    return torch.ops.longspan.reduce_loss(sum, count, ranks.name)
