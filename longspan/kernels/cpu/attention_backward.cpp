@@ -37,7 +37,8 @@ Cut cut_of(const AttentionArgs& args) {
           .chunk_keys = args.keys};
   const int64_t owners = args.rows * cut.key_heads;
   if (owners == 0) return cut;
-  const int64_t pairs = args.heads_per_key_head * cut.query_blocks;
+  const int64_t pairs =
+      std::min(args.heads, args.heads_per_key_head) * cut.query_blocks;
   const int64_t wanted = (kWantedJobs + owners - 1) / owners;
   cut.parts = std::clamp<int64_t>(pairs / kPairsWorthAPart, 1, wanted);
   if (cut.parts > 1) {

@@ -65,12 +65,12 @@ template <Layout layout, Start start, int kRows, int kVectors, class T>
   }
 }
 
-/// `rows` at most kRows: finds the tile of that height.
+/// Rows from `row` on, as many as a tile has or as are left.
 template <Layout layout, Start start, int kRows, int kVectors, class T>
-void multiply_rows(const Product<T>& m, int row, int column, int rows) {
+void multiply_rows(const Product<T>& m, int row, int column) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) {
-      multiply_rows<layout, start, kRows - 1, kVectors>(m, row, column, rows);
+    if (m.rows - row < kRows) {
+      multiply_rows<layout, start, kRows - 1, kVectors>(m, row, column);
       return;
     }
   }
@@ -80,21 +80,26 @@ void multiply_rows(const Product<T>& m, int row, int column, int rows) {
       m.c + row * m.c_stride + column, m.c_stride, m.depth);
 }
 
-/// Columns outside, so that a panel of B stays in the first cache.
+/// Columns from `column` on, as many as a tile has or as are left: this panel
+/// of B stays in the cache while rows go by.
+template <Layout layout, Start start, int kVectors, class T>
+void multiply_panel(const Product<T>& m, int column) {
+  if constexpr (kVectors > 1) {
+    if (m.columns - column < kVectors * kLanes<T>) {
+      multiply_panel<layout, start, kVectors - 1>(m, column);
+      return;
+    }
+  }
+  for (int row = 0; row < m.rows; row += kTileRows) {
+    multiply_rows<layout, start, kTileRows, kVectors>(m, row, column);
+  }
+}
+
 template <Layout layout, Start start, class T>
 void multiply(const Product<T>& m) {
   constexpr int kPanel = kTileVectors * kLanes<T>;
-  int column = 0;
-  for (; column + kPanel <= m.columns; column += kPanel) {
-    for (int row = 0; row < m.rows; row += kTileRows) {
-      multiply_rows<layout, start, kTileRows, kTileVectors>(m, row, column,
-                                                            m.rows - row);
-    }
-  }
-  for (; column < m.columns; column += kLanes<T>) {
-    for (int row = 0; row < m.rows; row += kTileRows) {
-      multiply_rows<layout, start, kTileRows, 1>(m, row, column, m.rows - row);
-    }
+  for (int column = 0; column < m.columns; column += kPanel) {
+    multiply_panel<layout, start, kTileVectors>(m, column);
   }
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kTileRows = 8, kTileVectors = 2;
+constexpr int kTileRows = 6, kTileVectors = 4;
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kTileRows = 6, kTileVectors = 2;
@@ -66,9 +66,11 @@ inline void store(T* to, Vector<T> vector) {
   __builtin_memcpy(to, &vector, sizeof vector);
 }
 
+/// Written as a subtraction because that compiles to a broadcast alone:
+/// x - 0 is x for every x, while 0 + x is not for -0.
 template <class T>
 inline Vector<T> all_lanes(T value) {
-  return Vector<T>{} + value;
+  return value - Vector<T>{};
 }
 
 /// The length of a scratch row of n elements, in elements: whole cache lines,
