@@ -1,0 +1,101 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "longspan/comm/agree.h"
+#include "longspan/comm/exchange.h"
+#include "longspan/comm/group.h"
+#include "longspan/comm/group_record.h"
+#include "longspan/comm/launch.h"
+#include "longspan/comm/needed.h"
+#include "longspan/core/check.h"
+#include "python/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace longspan::python {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+/// Groups are destroyed without the lock of the interpreter: the last one may
+/// wait for threads of its backend.
+struct WithoutGil {
+  void operator()(Group* group) const {
+    const py::gil_scoped_release release;
+    delete group;
+  }
+};
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  py::class_<Group, std::unique_ptr<Group, WithoutGil>>(
+      m, "Group", "The ranks that hold one sequence together.")
+      .def(py::init([](const std::string& name) {
+             return std::unique_ptr<Group, WithoutGil>(
+                 new Group(Group::named(name)));
+           }),
+           py::arg("name") = "", NoGil())
+      .def("rank", &Group::rank)
+      .def("size", &Group::size)
+      .def_property_readonly("name", &Group::name)
+      .def_property_readonly(
+          "timeout",
+          [](const Group& group) {
+            return std::chrono::duration<double>(group.timeout()).count();
+          },
+          "Seconds that a wait may last.")
+      .def_property_readonly(
+          "sent_bytes", &Group::sent_bytes,
+          "Bytes that this process sent to other ranks through this group.")
+      .def("__repr__", [](const Group& group) {
+        return join("Group(", group.to_string(), ")");
+      });
+
+  m.def(
+      "launch_from",
+      [](const std::map<std::string, std::string>& variables)
+          -> std::optional<std::tuple<int, int, std::string, int>> {
+        const auto launch = launch_from([&](const std::string& name) {
+          const auto it = variables.find(name);
+          return it == variables.end() || it->second.empty()
+                     ? std::nullopt
+                     : std::optional(it->second);
+        });
+        if (!launch) return std::nullopt;
+        return std::tuple(launch->rank, launch->size, launch->address,
+                          launch->port);
+      },
+      py::arg("variables"));
+
+  m.def("agree", &agree, py::arg("group"), py::arg("fields"), NoGil());
+  m.def(
+      "interrupt",
+      [](const std::string& name, const std::string& why) {
+        const Group group = Group::named(name);
+        if (group.record()) group.record()->interrupt(why);
+      },
+      py::arg("name"), py::arg("why"), NoGil());
+
+  m.def("hash_of", py::overload_cast<const at::Tensor&>(&hash_of),
+        py::arg("tensor"), NoGil());
+  m.def("hash_of", py::overload_cast<const Packing&>(&hash_of),
+        py::arg("packing"));
+  m.def("hash_of", py::overload_cast<const Ownership&>(&hash_of),
+        py::arg("ownership"));
+  m.def(
+      "hash_of",
+      [](const py::bytes& bytes) {
+        const std::string_view view = bytes;
+        return hash_bytes(view.data(), view.size());
+      },
+      py::arg("bytes"));
+
+  m.def("needed_table", &needed_table, py::arg("mask"), py::arg("ownership"));
+  m.def("received_ranges", &received_ranges, py::arg("table"),
+        py::arg("ownership"), py::arg("rank"));
+  m.def("received_tokens", &received_tokens, py::arg("table"), py::arg("rank"));
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,137 @@
+"""Differentiable collectives. Every rank of the group calls the same ones in the
+same order, forward and backward; sizes are along an axis, one for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longspan import _C
+from longspan.group import Group
+
+
+def all_gather_tokens(
+    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Group
+) -> torch.Tensor:
+    """The tokens of all ranks, in the order of the ranks. Backward is
+    `reduce_scatter_tokens`."""
+    if group.size() == 1:
+        return x
+    return _call("all_gather_tokens", x, axis, list(sizes), group.name)
+
+
+def reduce_scatter_tokens(
+    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Group
+) -> torch.Tensor:
+    """This rank's tokens of the sum over all ranks, taken in the order of the ranks
+    and in float32 for half types. Backward is `all_gather_tokens`."""
+    if group.size() == 1:
+        return x
+    return _call("reduce_scatter_tokens", x, axis, list(sizes), group.name)
+
+
+def all_to_all_heads(
+    x: torch.Tensor,
+    *,
+    token_axis: int,
+    head_axis: int,
+    token_sizes: Sequence[int],
+    head_sizes: Sequence[int],
+    group: Group,
+) -> torch.Tensor:
+    """From this rank's tokens with all heads to all tokens with this rank's heads.
+    Inverse and backward are `all_to_all_tokens`."""
+    if group.size() == 1:
+        return x
+    return _call(
+        "all_to_all_heads",
+        x,
+        token_axis,
+        head_axis,
+        list(token_sizes),
+        list(head_sizes),
+        group.name,
+    )
+
+
+def all_to_all_tokens(
+    x: torch.Tensor,
+    *,
+    token_axis: int,
+    head_axis: int,
+    token_sizes: Sequence[int],
+    head_sizes: Sequence[int],
+    group: Group,
+) -> torch.Tensor:
+    """From all tokens with this rank's heads to this rank's tokens with all heads.
+    Inverse and backward are `all_to_all_heads`."""
+    if group.size() == 1:
+        return x
+    return _call(
+        "all_to_all_tokens",
+        x,
+        token_axis,
+        head_axis,
+        list(token_sizes),
+        list(head_sizes),
+        group.name,
+    )
+
+
+def rotate(
+    x: torch.Tensor,
+    hops: int = 1,
+    *,
+    group: Group,
+    axis: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """What rank r has goes to rank r + hops; without `sizes` all ranks have the same
+    shape. Backward rotates by -hops."""
+    if hops % group.size() == 0:
+        return x
+    here = [x.shape[axis]] * group.size() if sizes is None else list(sizes)
+    return _call("rotate", x, hops, axis, here, group.name)
+
+
+def roll(
+    x: torch.Tensor, shift: int, *, axis: int, sizes: Sequence[int], group: Group
+) -> torch.Tensor:
+    """Rolls the stream that the ranks hold as one run each: token t goes to token
+    t + shift, around the end. Backward rolls by -shift."""
+    total = sum(sizes)
+    if total == 0 or shift % total == 0:
+        return x
+    return _call("roll", x, axis, shift, list(sizes), group.name)
+
+
+def exchange_needed(
+    x: torch.Tensor,
+    sends: torch.Tensor,
+    *,
+    axis: int,
+    group: Group,
+    received: int | None = None,
+) -> torch.Tensor:
+    """Sends ranges of tokens to those who need them. `sends` is int64 [n, 4] on the
+    CPU, equal on all ranks, with rows (from, to, local begin, length); `needed_table`
+    makes it from a mask. The result has the pieces for this rank, by sender and then
+    by row. Under torch.compile give `received`, its number of tokens."""
+    if received is None:
+        received = _C.received_tokens(sends, group.rank())
+    return _call("exchange_needed", x, axis, sends, received, group.name)
+
+
+def return_needed(
+    x: torch.Tensor, sends: torch.Tensor, *, axis: int, tokens: int, group: Group
+) -> torch.Tensor:
+    """The adjoint of `exchange_needed`: adds every piece to the local tokens it came
+    from, of which there are `tokens` here."""
+    return _call("return_needed", x, axis, sends, tokens, group.name)
+
+
+def _call(name: str, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = getattr(torch.ops.longspan, name)(*arguments)
+    return result

@@ -1,0 +1,228 @@
+"""Groups: the ranks that hold one sequence together, and ways to get one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from longspan import _C
+
+Result = TypeVar("Result")
+
+_names = itertools.count()
+#: What every error of a lost peer says.
+_LOST = "; look at the log of "
+
+
+class Group(_C.Group):
+    """The ranks that hold one sequence together; ``Group()`` is one rank alone.
+
+    Torch's own group stays the owner: keep it alive as long as this is used.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        # Plain attributes, so that torch.compile can look through methods.
+        self._name = name
+        self._rank = super().rank()
+        self._size = super().size()
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def name(self) -> str:
+        """What operators take; "" for one rank alone."""
+        return self._name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("Group: cannot be pickled; make it from the process group over there")
+
+    @staticmethod
+    def solo() -> Group:
+        """One rank, no communication."""
+        return Group()
+
+    @staticmethod
+    def named(name: str) -> Group:
+        """The group that torch registered under this name."""
+        return Group(name)
+
+    @staticmethod
+    def of(group: Any) -> Group:
+        """From a process group, a one-dimensional DeviceMesh, a group's name, or a
+        Group."""
+        if isinstance(group, Group):
+            return group
+        if isinstance(group, (str, _C.Group)):
+            return Group(group if isinstance(group, str) else group.name)
+        if isinstance(group, dist.ProcessGroup):
+            return _keep(Group(_name_of(group)), group)
+        if hasattr(group, "get_group") and hasattr(group, "ndim"):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"Group: a mesh of {group.ndim} dimensions; name the one that "
+                    f"holds the sequence, as in mesh['cp']"
+                )
+            return Group.of(group.get_group())
+        raise TypeError(
+            f"Group: expected a process group, a DeviceMesh or a name, got {type(group).__name__}"
+        )
+
+    @staticmethod
+    def from_environment() -> Group:
+        """The default process group where there is one; else made from torchrun's
+        or Slurm's variables (NCCL with CUDA devices, gloo without); else solo."""
+        if not dist.is_initialized():
+            launch = _C.launch_from(dict(os.environ))
+            if launch is None or launch[1] == 1:
+                return Group()
+            _initialize(*launch)
+        return Group.of(dist.group.WORLD)
+
+
+def agree(group: _C.Group, fields: Mapping[str, Any]) -> None:
+    """Checks that all ranks were given the same. Fields are tensors, a Packing, an
+    Ownership, bytes, or anything with a stable ``repr``; ValueError on every rank
+    names those that differ. Every rank must call it."""
+    _C.agree(group, [(name, _hash(value)) for name, value in fields.items()])
+
+
+def run_ranks(
+    ranks: int,
+    body: Callable[[Group], Result],
+    *,
+    timeout: float | timedelta = 30.0,
+) -> list[Result]:
+    """Runs `body` on threads of this process, each a rank of one group over gloo,
+    and returns their results by rank. For tests and examples.
+
+    When a rank raises, the others end, and the first error that is no mere
+    consequence of another is raised. One rank runs on this thread. Backward passes
+    of CUDA tensors share one thread per device: there, ranks must be processes.
+    """
+    if ranks < 1:
+        raise ValueError(f"run_ranks: {ranks} ranks; expected one or more")
+    if ranks == 1:
+        return [body(Group())]
+    run = _Run(ranks, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+    results: list[Any] = [None] * ranks
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = body(run.join(rank))
+        except BaseException as error:
+            run.fail(rank, error)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.end()
+    return results
+
+
+class _Run:
+    """The groups of one call of run_ranks, and its first error."""
+
+    def __init__(self, ranks: int, timeout: timedelta) -> None:
+        self._names = [f"longspan/threads/{next(_names)}/{rank}" for rank in range(ranks)]
+        self._timeout = timeout
+        self._store = _c10d().HashStore()
+        self._store.set_timeout(timeout)
+        self._lock = threading.Lock()
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._error: BaseException | None = None
+        self._why: str | None = None
+
+    def join(self, rank: int) -> Group:
+        gloo = _c10d().ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = self._timeout
+        size = len(self._names)
+        backend = gloo(self._store, rank, size, options)
+        group: Any = dist.ProcessGroup(self._store, rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(kind)
+        group._register_backend(torch.device("cpu"), kind, backend)
+        group._set_group_name(self._names[rank])
+        _c10d()._register_process_group(self._names[rank], group)
+        with self._lock:
+            self._groups[rank] = group
+            made = Group(self._names[rank])
+            if self._why is not None:
+                _C.interrupt(made.name, self._why)
+        return made
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None or (_is_loss(self._error) and not _is_loss(error)):
+                self._error = error
+            if self._why is None:
+                self._why = f"rank {rank} ended with an error"
+            for peer in self._groups:
+                _C.interrupt(self._names[peer], self._why)
+
+    def end(self) -> None:
+        for rank in self._groups:
+            _c10d()._unregister_process_group(self._names[rank])
+        self._groups.clear()
+        if self._error is not None:
+            raise self._error
+
+
+def _c10d() -> Any:
+    return torch._C._distributed_c10d
+
+
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _LOST in str(error)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """The name under which operators find a group; registers it if need be."""
+    name = str(group.group_name)
+    try:
+        known = bool(name) and _c10d()._resolve_process_group(name) == group
+    except (RuntimeError, LookupError, ValueError):
+        known = False
+    if not known:
+        name = f"longspan/python/{next(_names)}"
+        _c10d()._register_process_group(name, group)
+    return name
+
+
+def _keep(group: Group, owner: Any) -> Group:
+    group._owner = owner  # type: ignore[attr-defined]
+    return group
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, _C.Packing, _C.Ownership, bytes)):
+        return _C.hash_of(value)
+    return _C.hash_of(repr(value).encode())
+
+
+def _initialize(rank: int, size: int, address: str, port: int) -> None:
+    # torchrun's own variables go to torch as they are: it may have a store
+    # already.
+    method = "env://" if "RANK" in os.environ else f"tcp://{address}:{port}"
+    cuda = torch.cuda.is_available()
+    if cuda:
+        local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=method, rank=rank, world_size=size
+    )

@@ -1,0 +1,197 @@
+"""Groups and collectives as Python sees them."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, run_ranks
+
+
+def test_solo_is_one_rank():
+    group = Group.solo()
+    assert (group.rank(), group.size(), group.name, group.sent_bytes) == (0, 1, "", 0)
+    assert repr(group) == "Group(rank 0 of 1 (solo))"
+    assert Group.of("").size() == 1 and Group.of(group) is group
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_run_ranks_returns_results_by_rank(ranks):
+    assert run_ranks(ranks, lambda group: (group.rank(), group.size())) == [
+        (rank, ranks) for rank in range(ranks)
+    ]
+
+
+def test_groups_of_a_run_end_with_it():
+    names = run_ranks(2, lambda group: group.name)
+    with pytest.raises(ValueError, match="no process group named"):
+        Group.named(names[0])
+
+
+def test_a_failing_rank_ends_the_run_with_its_error():
+    def body(group):
+        x = torch.ones(1)
+        longspan.rotate(x, 1, group=group)
+        if group.rank() == 1:
+            raise KeyError("mine")
+        longspan.rotate(x, 1, group=group)
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(3, body)
+    assert time.monotonic() - start < 10
+
+
+def test_a_late_rank_is_named():
+    def body(group):
+        if group.rank() == 0:
+            time.sleep(2)
+        return longspan.rotate(torch.ones(1), 1, group=group)
+
+    with pytest.raises(RuntimeError, match=r"rotate: rank 1 waited 0\.[56] s for rank 0: "):
+        run_ranks(2, body, timeout=0.5)
+
+
+def test_two_runs_at_once():
+    def body(group):
+        return [
+            longspan.rotate(torch.full((8,), group.rank()), 1, group=group)[0].item()
+            for _ in range(20)
+        ]
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(run_ranks(3, body))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[[2] * 20, [0] * 20, [1] * 20]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_are_those_of_the_whole_sequence(ranks):
+    sizes = [1 + rank for rank in range(ranks)]
+    whole = torch.randn(sum(sizes), 3, dtype=torch.double)
+
+    def body(group):
+        x = whole.split(sizes)[group.rank()].clone().requires_grad_()
+        full = longspan.all_gather_tokens(x, axis=0, sizes=sizes, group=group)
+        # Every rank's own part of the loss.
+        weights = torch.arange(1, len(full) + 1).unsqueeze(1) * (group.rank() + 1)
+        (full.square() * weights).sum().backward()
+        return x.grad
+
+    expected = 2 * whole * torch.arange(1, len(whole) + 1).unsqueeze(1)
+    expected *= sum(range(1, ranks + 1))
+    torch.testing.assert_close(torch.cat(run_ranks(ranks, body)), expected)
+
+
+def test_collectives_of_one_rank_return_their_argument():
+    group = Group.solo()
+    x = torch.ones(4, 2)
+    sizes = {"axis": 0, "sizes": [4], "group": group}
+    assert longspan.all_gather_tokens(x, **sizes) is x
+    assert longspan.reduce_scatter_tokens(x, **sizes) is x
+    assert longspan.rotate(x, 3, group=group) is x
+    assert longspan.roll(x, 4, **sizes) is x
+
+
+def test_operators_of_one_rank_pass_opcheck():
+    x = torch.randn(4, 2, requires_grad=True)
+    ops = torch.ops.longspan
+    sends = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 3]])
+    for op, arguments in [
+        (ops.all_gather_tokens, (x, 0, [4], "")),
+        (ops.reduce_scatter_tokens, (x, 0, [4], "")),
+        (ops.all_to_all_heads, (x, 0, 1, [4], [2], "")),
+        (ops.all_to_all_tokens, (x, 0, 1, [4], [2], "")),
+        (ops.rotate, (x, 1, 0, [4], "")),
+        (ops.roll, (x, 0, 1, [4], "")),
+        (ops.exchange_needed, (x, 0, sends, 5, "")),
+        (ops.return_needed, (torch.randn(5, 2, requires_grad=True), 0, sends, 4, "")),
+    ]:
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_needed_keys_arrive():
+    packing = longspan.Packing.of([5, 3])
+    mask = longspan.Mask.sliding(packing, 2)
+    ownership = longspan.Ownership.contiguous(8, 2)
+    table = longspan.needed_table(mask, ownership)
+
+    def body(group):
+        x = torch.arange(4) + 4 * group.rank()
+        return longspan.exchange_needed(x, table, axis=0, group=group).tolist()
+
+    results = run_ranks(2, body)
+    assert results == [[0, 1, 2, 3], [3, 4, 5, 6, 7]]
+    ranges = longspan.received_ranges(table, ownership, 1)
+    assert [token for begin, end in ranges for token in range(begin, end)] == results[1]
+
+
+def test_agree_compares_values_of_many_kinds():
+    def body(group):
+        fields = {
+            "ids": torch.arange(4),
+            "packing": longspan.Packing.of([2, 2]),
+            "ownership": longspan.Ownership.head_tail(8, 2),
+            "layout": "head-tail",
+        }
+        longspan.agree(group, fields)
+        fields["layout"] = f"rank {group.rank()}"
+        with pytest.raises(ValueError, match=r"different `layout` \(rank 1 differs from rank 0\)"):
+            longspan.agree(group, fields)
+
+    run_ranks(2, body)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="run_ranks: 0 ranks; expected one or more"):
+        run_ranks(0, print)
+    with pytest.raises(TypeError, match="Group: expected a process group, a DeviceMesh or a name"):
+        Group.of(3)
+    with pytest.raises(TypeError, match="Group: cannot be pickled"):
+        Group().__reduce__()
+
+
+def test_half_an_environment_is_refused(monkeypatch):
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("MASTER_", "SLURM_")):
+            monkeypatch.delenv(name)
+    assert Group.from_environment().size() == 1
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="RANK is set but WORLD_SIZE is not"):
+        Group.from_environment()
+
+
+def test_two_processes():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = pathlib.Path(__file__).parent / "two_ranks.py"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
+    }
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert all("done" in output for output in outputs), "\n----\n".join(outputs)
