@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstring>
 
+#include "longspan/comm/backends.h"
 #include "longspan/comm/exchange.h"
 #include "longspan/core/check.h"
 
@@ -46,8 +47,8 @@ std::string who_differs(const std::vector<int>& ranks) {
 /// Every rank's row of hashes, one row for each.
 at::Tensor gathered(const at::Tensor& mine, const Group& group) {
   // A group of NCCL alone moves no tensors of the CPU.
-  const bool host = group.process_group()->hasBackendForDeviceType(at::kCPU) ||
-                    !group.process_group()->hasBackendForDeviceType(at::kCUDA);
+  const bool host = has_backend(*group.process_group(), at::kCPU) ||
+                    !has_backend(*group.process_group(), at::kCUDA);
   const at::Tensor row = host ? mine : mine.to(at::kCUDA);
   const at::Tensor rows = row.new_empty({group.size(), mine.numel()});
   rows.select(0, group.rank()).copy_(row);

@@ -27,11 +27,18 @@ std::string_view essence(std::string_view cause) {
 
 }  // namespace
 
+bool has_backend(const c10d::ProcessGroup& process_group, at::DeviceType type) {
+  for (const at::Device device : process_group.getDeviceTypes()) {
+    if (device.type() == type) return true;
+  }
+  return false;
+}
+
 Route route_for(const Group& group, at::Device device,
                 const std::string& purpose) {
   const auto& process_group = group.process_group();
   const auto has = [&](at::DeviceType type) {
-    return process_group->hasBackendForDeviceType(type);
+    return has_backend(*process_group, type);
   };
   Route route;
   if (has(device.type())) {
@@ -60,7 +67,7 @@ at::Tensor host_like(const at::Tensor& tensor) {
 void connect_once(const Group& group) {
   const auto& process_group = group.process_group();
   if (group.record()->connected.exchange(true)) return;
-  if (!process_group->hasBackendForDeviceType(at::kCUDA)) return;
+  if (!has_backend(*process_group, at::kCUDA)) return;
   const auto backend = process_group->getBackend(at::kCUDA);
   if (!backend->supportsCoalescing()) return;
   std::vector<at::Tensor> here = {at::ones({1}, at::TensorOptions(at::kCUDA))};

@@ -22,6 +22,9 @@ struct Route {
 Route route_for(const Group& group, at::Device device,
                 const std::string& purpose);
 
+/// Whether a group moves tensors of a kind of device.
+bool has_backend(const c10d::ProcessGroup& process_group, at::DeviceType type);
+
 /// An empty tensor of the same shape in host memory, pinned for CUDA.
 at::Tensor host_like(const at::Tensor& tensor);
 

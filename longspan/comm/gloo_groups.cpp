@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <csignal>
 #include <cstdlib>
 
 #include "longspan/core/check.h"
@@ -30,9 +31,24 @@ std::shared_ptr<gloo::transport::Device> device_of(Network network) {
              : c10d::ProcessGroupGloo::createDefaultDevice();
 }
 
+/// gloo writes to sockets whose peer may be gone, which by default ends the
+/// process; ignored, the write fails and gloo reports it.
+void survive_broken_pipes() {
+  static const bool done = [] {
+    struct sigaction now = {};
+    if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+      now.sa_handler = SIG_IGN;
+      sigaction(SIGPIPE, &now, nullptr);
+    }
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const GlooGroup& group) {
+  survive_broken_pipes();
   const auto options = c10d::ProcessGroupGloo::Options::create(group.timeout);
   options->devices.push_back(device_of(group.network));
   options->group_name = group.name;

@@ -24,7 +24,9 @@ struct GlooGroup {
 };
 
 /// One rank of a group over gloo, registered under its name. Returns when all
-/// ranks are connected; every rank must call it.
+/// ranks are connected; every rank must call it. From then on the process
+/// ignores SIGPIPE, unless it handles that signal already: a peer that dies
+/// must be an error, not the end.
 c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const GlooGroup& group);
 
 /// Closes its connections, so that peers that wait find out at once, and takes

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <unordered_map>
 
+#include "longspan/comm/backends.h"
 #include "longspan/comm/gloo_groups.h"
 #include "longspan/comm/group_record.h"
 #include "longspan/comm/launch.h"
@@ -199,7 +200,7 @@ std::chrono::milliseconds Group::timeout() const {
   if (process_group_.defined()) {
     try {
       const auto backend =
-          process_group_->hasBackendForDeviceType(c10::DeviceType::CPU)
+          has_backend(*process_group_, c10::DeviceType::CPU)
               ? process_group_->getBackend(c10::DeviceType::CPU)
               : process_group_->getDefaultBackend();
       timeout = backend->getBackendOptions()->timeout;
