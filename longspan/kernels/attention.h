@@ -62,6 +62,10 @@ struct AttentionBackwardArgs : AttentionArgs {
 
 /// One implementation of both directions. The same bits for any number of
 /// threads, and for any split of the keys into calls up to rounding.
+///
+/// Infinities and NaNs reach exactly those who see them, in both directions. A
+/// query whose visible scores are all -inf has seen no key; one whose lse is
+/// infinite moves no derivative.
 struct AttentionKernels {
   std::string_view name;
   void (*forward)(const AttentionForwardArgs& args,

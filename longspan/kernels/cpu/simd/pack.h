@@ -56,8 +56,8 @@ inline float widened(Float16 value) {
   return float_of_bits(size_bits | (bits & 0x80000000u));
 }
 
-/// Whether any of n values is infinite or NaN; 0 if not. Only such values
-/// differ from themselves in `x - x`.
+/// Whether any of n values, whole vectors of them, is infinite or NaN: only
+/// for those is x - x not a number.
 template <class T>
 inline bool any_not_finite(const T* values, int64_t n) {
   Choice<T> wrong = {};
