@@ -57,18 +57,7 @@ if(LONGSPAN_BUILD_TORCH)
   include(LongspanTorch)
 endif()
 
-# CUDA: found or absent without fuss. Nothing here needs it yet; the option is
-# settled now so that kernels can ask LONGSPAN_HAVE_CUDA.
-set(LONGSPAN_HAVE_CUDA OFF)
-if(NOT LONGSPAN_BUILD_CUDA STREQUAL "OFF")
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    set(LONGSPAN_HAVE_CUDA ON)
-  elseif(LONGSPAN_BUILD_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "LONGSPAN_BUILD_CUDA=ON but there is no CUDA compiler")
-  endif()
-endif()
+include(LongspanCuda)
 
 # The command line needs two header-only packages.
 set(LONGSPAN_HAVE_CLI OFF)

@@ -19,6 +19,9 @@ if(NOT TARGET Longspan::libtorch)
       PATHS "${LONGSPAN_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)
     list(APPEND LONGSPAN_TORCH_LIBRARIES "${LONGSPAN_LIB_${name}}")
   endforeach()
+  # Only where torch has CUDA.
+  find_library(LONGSPAN_LIB_c10_cuda c10_cuda
+    PATHS "${LONGSPAN_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
   add_library(Longspan::libtorch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Longspan::libtorch SYSTEM INTERFACE
     "${LONGSPAN_TORCH_ROOT}/include"

@@ -45,6 +45,12 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const AttentionLayout& layout, const Group& group,
                 const AttendOptions& options = {});
 
+/// Which kernel computes such a call, and why a faster one does not: "avx512",
+/// "flash", "blocked, not flash: it has no softcap".
+std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
+                         const at::Tensor& v,
+                         const AttendOptions& options = {});
+
 /// A layout as the operator takes it: int64 [n], CPU.
 at::Tensor layout_tensor(const AttentionLayout& layout);
 

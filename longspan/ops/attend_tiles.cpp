@@ -5,6 +5,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/kernels/attention.h"
+#include "longspan/ops/attend_fused.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {
@@ -64,12 +65,31 @@ void torch_threads(int64_t items, int64_t grain,
   at::parallel_for(0, items, grain, body);
 }
 
+std::vector<FusedSegment> segments_of(std::span<const KeyLines> lines) {
+  std::vector<FusedSegment> segments;
+  for (const KeyLines& line : lines) {
+    const auto parts = fused_segments(line);
+    segments.insert(segments.end(), parts.begin(), parts.end());
+  }
+  return segments;
+}
+
 }  // namespace
+
+std::string which_kernel(const AttentionInputs& inputs) {
+  if (inputs.q.is_cpu()) return std::string(attention_kernels().back().name);
+  const auto reason = why_not_flash(inputs);
+  return reason ? "blocked, not flash: " + *reason : "flash";
+}
 
 void attend_tiles(const AttentionInputs& inputs,
                   std::span<const KeyLines> lines, PartialAttention& running) {
   if (lines.empty() || running.out.numel() == 0) return;
-  if (!inputs.q.is_cpu()) return attend_tiles_blocked(inputs, lines, running);
+  if (!inputs.q.is_cpu()) {
+    return why_not_flash(inputs)
+               ? attend_tiles_blocked(inputs, lines, running)
+               : attend_tiles_flash(inputs, segments_of(lines), running);
+  }
   AttentionForwardArgs args;
   fill(args, inputs, lines);
   args.out = array_of<void*>(running.out);
@@ -82,7 +102,10 @@ void attend_tiles_backward(const AttentionInputs& inputs,
                            AttentionGradients& gradients) {
   if (lines.empty() || inputs.q.numel() == 0) return;
   if (!inputs.q.is_cpu()) {
-    return attend_tiles_backward_blocked(inputs, lines, gradients);
+    return why_not_flash(inputs)
+               ? attend_tiles_backward_blocked(inputs, lines, gradients)
+               : attend_tiles_backward_flash(inputs, segments_of(lines),
+                                             gradients);
   }
   AttentionBackwardArgs args;
   fill(args, inputs, lines);

@@ -27,7 +27,7 @@ void attend_tiles(const AttentionInputs& inputs,
 
 /// What the derivative needs to know of the finished answer, and where it goes.
 struct AttentionGradients {
-  at::Tensor dout;        ///< like out, dtype of q
+  at::Tensor out, dout;   ///< [rows, queries, heads, channels], dtype of q
   at::Tensor lse, delta;  ///< [rows, queries, heads], accumulation dtype: of
                           ///< all keys and the sink; sum of out * dout
   at::Tensor dq, dk, dv;  ///< like q, k, v, accumulation dtype; added to
@@ -35,6 +35,10 @@ struct AttentionGradients {
 void attend_tiles_backward(const AttentionInputs& inputs,
                            std::span<const KeyLines> lines,
                            AttentionGradients& gradients);
+
+/// What computes such a call: on CUDA "flash", or "blocked" and why torch's
+/// flash kernel does not cover it; on the CPU the kernel's name.
+std::string which_kernel(const AttentionInputs& inputs);
 
 /// The same from torch operators, block by block, on any device: what runs
 /// where no kernel of ours or torch's covers the case.

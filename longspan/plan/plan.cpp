@@ -263,11 +263,12 @@ int64_t Plan::sent_bytes(const AttentionShape& shape, Pass pass) const {
                 theirs.key_heads.size() * both);
       bytes += there * mine.heads.size() * (shape.value_dim * element + sum);
     } else {
-      // q, k, v and the upstream gradient go out with two numbers a row; dq, dk
+      // q, k, v, the output and its gradient go out with a log-sum-exp; dq, dk
       // and dv come back.
       bytes += here * element *
-               (theirs.heads.size() * both + theirs.key_heads.size() * both);
-      bytes += here * theirs.heads.size() * 2 * sum;
+               (theirs.heads.size() * (both + shape.value_dim) +
+                theirs.key_heads.size() * both);
+      bytes += here * theirs.heads.size() * sum;
       bytes += there * (mine.heads.size() * shape.head_dim * element +
                         mine.key_heads.size() * both * sum);
     }

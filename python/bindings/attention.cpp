@@ -16,6 +16,15 @@ void bind_attention(py::module_& m) {
       },
       py::arg("ownership"), py::arg("masks"));
   m.def(
+      "which_kernel",
+      [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+         double softcap) {
+        AttendOptions options;
+        options.softcap = softcap;
+        return which_kernel(q, k, v, options);
+      },
+      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("softcap") = 0.0);
+  m.def(
       "merge",
       [](const at::Tensor& out, const at::Tensor& lse,
          const at::Tensor& other_out, const at::Tensor& other_lse) {

@@ -30,7 +30,7 @@ from longspan._C import (
     work_of,
     work_per_rank,
 )
-from longspan.attention import STRATEGIES, attend, attention_layout, merge, plan
+from longspan.attention import STRATEGIES, attend, attention_layout, merge, plan, which_kernel
 from longspan.batch import LocalBatch, pack, pad, shard, shard_chunks, unshard
 from longspan.collectives import (
     all_gather_tokens,
@@ -48,6 +48,7 @@ from longspan.losses import reduce_loss
 from longspan.parity import check_parity, leak_probe
 
 __all__ = [
+    "STRATEGIES",
     "Group",
     "Layout",
     "LocalBatch",
@@ -58,7 +59,6 @@ __all__ = [
     "Picture",
     "Plan",
     "RankWork",
-    "STRATEGIES",
     "TokenRange",
     "TokenTable",
     "__version__",
@@ -94,6 +94,7 @@ __all__ = [
     "shard_chunks",
     "tiles",
     "unshard",
+    "which_kernel",
     "work_of",
     "work_per_rank",
 ]

@@ -107,6 +107,14 @@ def attend(
     return (out, lse) if return_lse else out
 
 
+def which_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softcap: float | None = None
+) -> str:
+    """Which kernel computes such a call, and why a faster one does not: "avx512",
+    "flash", "blocked, not flash: it has no softcap"."""
+    return _C.which_kernel(q, k, v, 0.0 if softcap is None else softcap)
+
+
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -174,9 +174,7 @@ def shard_chunks(
     rows = _shifted(rows, shift_labels, ahead)
     over = group if isinstance(group, Group) else None
     return [
-        _share(
-            batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement
-        )
+        _share(batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement)
         for chunk in _C.chunks(rows, num_chunks)
     ]
 

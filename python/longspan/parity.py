@@ -213,7 +213,9 @@ def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tenso
 
 def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `shard` without what fixes the number of ranks."""
-    alone = {key: value for key, value in options.items() if key not in ("ownership", "check_agreement")}
+    alone = {
+        key: value for key, value in options.items() if key not in ("ownership", "check_agreement")
+    }
     if options.get("layout") in ("rows", "stream"):
         alone["layout"] = "contiguous-" + options["layout"]
     return alone

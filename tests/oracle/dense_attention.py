@@ -88,9 +88,7 @@ def dense_attention(
     out.backward(dout.to(dtype))
     dq, dk, dv = (t.grad for t in inputs)
     assert dq is not None and dk is not None and dv is not None
-    return Answer(
-        out.detach(), lse.detach(), dq, dk, dv, None if logits is None else logits.grad
-    )
+    return Answer(out.detach(), lse.detach(), dq, dk, dv, None if logits is None else logits.grad)
 
 
 def dense_by_formula(

@@ -166,9 +166,7 @@ class Inputs:
             case.magnitude / math.sqrt(case.dim),
         )
 
-    def answer(
-        self, dtype: torch.dtype, how: Callable[..., Answer] = dense_attention
-    ) -> Answer:
+    def answer(self, dtype: torch.dtype, how: Callable[..., Answer] = dense_attention) -> Answer:
         visible = visible_pairs(self.masks, self.case.rows)
         return how(
             self.q, self.k, self.v, self.dout, visible,

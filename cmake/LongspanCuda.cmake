@@ -1,0 +1,34 @@
+# Device code is compiled by plain calls of nvcc: CMake's own CUDA language does
+# not know every pair of compiler and standard that works. Found or absent
+# without fuss.
+set(LONGSPAN_HAVE_CUDA OFF)
+if(NOT LONGSPAN_BUILD_CUDA STREQUAL "OFF")
+  find_package(CUDAToolkit QUIET)
+  if(CUDAToolkit_FOUND AND CUDAToolkit_NVCC_EXECUTABLE
+      AND TARGET CUDA::cudart_static)
+    set(LONGSPAN_HAVE_CUDA ON)
+  elseif(LONGSPAN_BUILD_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "LONGSPAN_BUILD_CUDA=ON but there is no CUDA compiler")
+  endif()
+endif()
+
+# longspan_cuda_sources(target file ...): .cu files as objects of a target.
+function(longspan_cuda_sources target)
+  foreach(source IN LISTS ARGN)
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${source}.o)
+    get_filename_component(folder ${object} DIRECTORY)
+    file(MAKE_DIRECTORY ${folder})
+    add_custom_command(OUTPUT ${object}
+      COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -lineinfo
+        -gencode=arch=compute_90a,code=sm_90a -ccbin ${CMAKE_CXX_COMPILER}
+        -Xcompiler=-fPIC -I${PROJECT_SOURCE_DIR} -MD -MF ${object}.d
+        -c ${CMAKE_CURRENT_SOURCE_DIR}/${source} -o ${object}
+      DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${source} DEPFILE ${object}.d
+      COMMENT "Building CUDA object ${source}.o" VERBATIM)
+    set_source_files_properties(${object} PROPERTIES
+      EXTERNAL_OBJECT ON GENERATED ON)
+    target_sources(${target} PRIVATE ${object})
+  endforeach()
+  target_link_libraries(${target} PRIVATE
+    $<BUILD_INTERFACE:CUDA::cudart_static>)
+endfunction()

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace longspan {
+
+using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// Checks what came as far as shapes go: the same on every rank, and all that
+/// tracing can see.
+void check_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const OptionalTensor& sink, double scale, double softcap);
+
+/// [rows, tokens, heads, channels] of [B, H, L, D] or [L, H, D]; channels are
+/// contiguous, the rest may be strided.
+at::Tensor rows_first(const at::Tensor& tensor);
+
+/// The operator attend, below autograd: out and lse.
+Tensors2 attend_forward(const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& v, const OptionalTensor& sink,
+                        const at::Tensor& layout, double scale, double softcap,
+                        const std::string& strategy, int64_t head_ranks,
+                        const std::string& group_name);
+
+/// The operator attend_backward: dq, dk, dv, and dsink (empty without a sink).
+Tensors4 attend_backward(const at::Tensor& dout, const at::Tensor& q,
+                         const at::Tensor& k, const at::Tensor& v,
+                         const OptionalTensor& sink, const at::Tensor& out,
+                         const at::Tensor& lse, const at::Tensor& layout,
+                         double scale, double softcap,
+                         const std::string& strategy, int64_t head_ranks,
+                         const std::string& group_name);
+
+}  // namespace longspan
