@@ -385,7 +385,7 @@ def context(group: Group, case: Case, metadata: dict[str, Tensor | None], **more
 
 
 def test_metadata_is_gathered_once_and_again_when_it_changed(monkeypatch):
-    masks = importorskip_masks()
+    masks = pytest.importorskip(NEMO + "models.gemma4_moe._ring_masks")
     gathered = []
     gather = masks._gather
     monkeypatch.setattr(masks, "_gather", lambda *a: gathered.append(1) or gather(*a))
@@ -419,10 +419,6 @@ def test_metadata_is_gathered_once_and_again_when_it_changed(monkeypatch):
     metadata.clear()
     del documents
     assert len(masks._known) == known - 1
-
-
-def importorskip_masks() -> Any:
-    return pytest.importorskip(NEMO + "models.gemma4_moe._ring_masks")
 
 
 def test_ranks_with_other_metadata_are_told_so():

@@ -184,17 +184,29 @@ def rows_of(who: str, metadata: Metadata, like: Tensor, group: Group) -> Rows:
     present = check_metadata(who, metadata, like.shape[0], like.shape[2])
     if not _kept_by_tensor(present):
         return _gather(present, like, group)
-    key = (group.name, is_strict(), tuple(present), tuple(t._version for t in present.values()))
     first, *others = present.values()
+    key = (group.name, is_strict(), tuple(present))
+    versions = [t._version for t in present.values()]
     with _lock:
         entries = _known.setdefault(first, {})
         found = entries.get(key)
-    if found is not None and all(a() is b for a, b in zip(found[0], others, strict=True)):
-        return found[1]  # type: ignore[no-any-return]
+    if found is not None and found.is_of(others, versions):
+        return found.rows  # type: ignore[no-any-return]
     rows = _gather(present, like, group)
     with _lock:
-        entries[key] = ([weakref.ref(t) for t in others], rows)
+        entries[key] = _Entry([weakref.ref(t) for t in others], versions, rows)
     return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    others: list[weakref.ref[Tensor]]
+    versions: list[int]
+    rows: Rows
+
+    def is_of(self, others: list[Tensor], versions: list[int]) -> bool:
+        same = all(known() is other for known, other in zip(self.others, others, strict=True))
+        return same and self.versions == versions
 
 
 _lock = threading.Lock()
