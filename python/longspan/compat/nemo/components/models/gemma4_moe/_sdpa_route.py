@@ -56,6 +56,14 @@ def metadata_of(module: Any) -> Mapping[str, Any]:
     return getattr(module, "_cp_manual_metadata", None) or {}
 
 
+def as_autocast(tensor: Tensor) -> Tensor:
+    """As torch's own attention takes it inside of torch.autocast."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
 def install(module: torch.nn.Module, attention: Attention) -> None:
     """Hooks that capture metadata, drop the mask, ask for causal attention and route
     it. A second call takes the place of the first."""

@@ -353,7 +353,7 @@ def _build_packed_ring_segments(q_ids: Tensor, k_ids: Tensor) -> dict[str, Any] 
 
 def _routed(cp_mesh: Any, module: Any, call: dict[str, Any]) -> Tensor:
     """scaled_dot_product_attention, called inside of `module`."""
-    q, k, v = (_autocast(call.pop(name)) for name in ("query", "key", "value"))
+    q, k, v = (sdpa_route.as_autocast(call.pop(name)) for name in ("query", "key", "value"))
     call.pop("is_causal", None)
     # Looked up when called, as everything that users replace.
     return _gemma4_cp_manual_attention(
@@ -369,14 +369,6 @@ def _routed(cp_mesh: Any, module: Any, call: dict[str, Any]) -> Tensor:
         enable_gqa=call.pop("enable_gqa", False),
         kwargs=call,
     )
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """As torch's own attention takes it inside of torch.autocast."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _install_gemma4_cp_ring_sdpa(module: Any, cp_mesh: Any) -> None:
