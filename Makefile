@@ -57,6 +57,7 @@ test: build lint sanitize wheel
 
 bench: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/run.py $(BUILD)
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/attention.py $(BUILD)
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan

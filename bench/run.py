@@ -218,15 +218,19 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def report(
+    rows: list[dict[str, Any]],
+    title: str = "Index math and batches",
+    threads: str = "one thread",
+) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     lines = [
-        "# Index math and batches",
+        f"# {title}",
         "",
         f"- date: {datetime.date.today()}, commit: {commit}",
-        f"- command: `make bench`, one thread, {cpu_name()}",
+        f"- command: `make bench`, {threads}, {cpu_name()}",
         f"- versions: torch {torch.__version__}, Python {platform.python_version()}, "
         f"longspan {longspan.__version__}",
         "",
