@@ -14,12 +14,12 @@ PYTHON = "$$(tail -n 1 build/.python)"
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
-.PHONY: demo test build setup lint format bench pictures wheel sanitize core clean help
+.PHONY: demo test build setup lint format bench pictures wheel sanitize race mutate core clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
-	@echo "make lint, format, bench, pictures, wheel, sanitize, core, clean"
+	@echo "make lint, format, bench, pictures, wheel, sanitize, race, mutate, core, clean"
 
 setup:
 	@mkdir -p build
@@ -49,10 +49,19 @@ sanitize: setup
 	@cmake -S . -B build/sanitize -G Ninja -DLONGSPAN_BUILD_TORCH=OFF -DLONGSPAN_BUILD_BENCH=OFF -DLONGSPAN_WERROR=ON -DLONGSPAN_SANITIZE=address,undefined > build/sanitize.log || { cat build/sanitize.log; exit 1; }
 	@ninja -C build/sanitize -j $(JOBS) --quiet
 
+# The C++ tests of core, kernels and comm under the thread sanitizer.
+race: setup
+	@cmake -S . -B build/race -G Ninja -DLONGSPAN_PYTHON=$(PYTHON) -DLONGSPAN_BUILD_PYTHON=OFF -DLONGSPAN_BUILD_CLI=OFF -DLONGSPAN_BUILD_BENCH=OFF -DLONGSPAN_BUILD_CUDA=OFF -DLONGSPAN_SANITIZE=thread > build/race.log || { cat build/race.log; exit 1; }
+	@ninja -C build/race -j $(JOBS) --quiet core_tests kernel_tests $$(cd build/race && ninja -t targets all | grep -o '^comm_tests:' | tr -d :)
+
+# Flips lines one by one and shows that each flip makes a test fail.
+mutate: build
+	@tools/mutate build/mutate $(PYTHON)
+
 wheel: setup
 	@tools/wheel $(PYTHON)
 
-test: build lint sanitize wheel
+test: build lint sanitize race wheel
 	@tools/test $(BUILD) $(PYTHON)
 
 bench: build
