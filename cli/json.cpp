@@ -105,16 +105,74 @@ Json panel(const StepTable& table) {
 }
 
 Json panel(const WorkBars& bars) {
+  const bool pairs = bars.measure == Measure::pairs;
+  const char* const amount = pairs ? "pairs" : "bytes";
   Json list = Json::array();
   for (const WorkBar& bar : bars.bars) {
     list.push_back(
-        {{"rank", bar.rank}, {"tokens", bar.tokens}, {"pairs", bar.pairs}});
+        {{"rank", bar.rank}, {"tokens", bar.tokens}, {amount, bar.amount}});
   }
-  return {{"kind", "work"},
+  return {{"kind", pairs                                    ? "work"
+                   : bars.measure == Measure::forward_bytes ? "sent_forward"
+                                                            : "sent_backward"},
           {"heading", bars.heading},
           {"caption", bars.caption},
-          {"mean_pairs", bars.mean},
+          {std::string("mean_") + amount, bars.mean},
           {"ranks", std::move(list)}};
+}
+
+Json flow(const PlanFlow& flow) {
+  return {
+      {"peers", flow.peers}, {"tokens", flow.tokens}, {"bytes", flow.bytes}};
+}
+
+Json trade(const PlanTrade& trade) {
+  return {{"forward_bytes", trade.forward}, {"backward_bytes", trade.backward}};
+}
+
+Json panel(const PlanTable& table) {
+  Json rows = Json::array();
+  for (const PlanRow& row : table.rows) {
+    Json steps = Json::array();
+    for (const PlanCell& cell : row.cells) {
+      steps.push_back({{"step", cell.step},
+                       {"keys", cell.keys},
+                       {"pairs", cell.pairs},
+                       {"sends", flow(cell.sends)},
+                       {"arrivals", flow(cell.arrivals)},
+                       {"returns", flow(cell.returns)},
+                       {"homecomings", flow(cell.homecomings)}});
+    }
+    rows.push_back({{"rank", row.rank},
+                    {"heads", row.heads},
+                    {"to_heads", trade(row.to_heads)},
+                    {"steps", std::move(steps)},
+                    {"to_tokens", trade(row.to_tokens)}});
+  }
+  return {{"kind", "plan"},
+          {"heading", table.heading},
+          {"caption", table.caption},
+          {"head_ranks", table.head_ranks},
+          {"ranks", std::move(rows)}};
+}
+
+Json panel(const StrategyTable& table) {
+  Json rows = Json::array();
+  for (const StrategyRow& row : table.rows) {
+    rows.push_back({{"strategy", row.name},
+                    {"steps", row.steps},
+                    {"hops", row.hops},
+                    {"most_pairs", row.most_pairs},
+                    {"mean_pairs", row.mean_pairs},
+                    {"most_forward_bytes", row.most_forward},
+                    {"mean_forward_bytes", row.mean_forward},
+                    {"most_backward_bytes", row.most_backward},
+                    {"mean_backward_bytes", row.mean_backward}});
+  }
+  return {{"kind", "strategies"},
+          {"heading", table.heading},
+          {"caption", table.caption},
+          {"strategies", std::move(rows)}};
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 #include "longspan/draw/picture.h"
+#include "longspan/plan/plan.h"
 
 namespace longspan {
 
@@ -54,6 +56,23 @@ Picture draw(const Mask& mask, const Ownership& ownership,
 /// Two ways to own one stream side by side: stream, mask and work of each.
 Picture draw_comparison(const Mask& mask, const Ownership& left,
                         const Ownership& right,
+                        const DrawOptions& options = {});
+
+/// What every rank computes, sends and receives at each step of a strategy,
+/// and bars: pairs, and bytes sent forward and backward. Plans of very many
+/// ranks or ranges are left out, and the caption says so.
+Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
+                  const AttentionShape& shape, const DrawOptions& options = {});
+
+/// The same for one rank.
+Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
+                     int rank, const AttentionShape& shape,
+                     const DrawOptions& options = {});
+
+/// One line a strategy: steps, hops, pairs, balance and bytes.
+Picture draw_strategies(const AttentionLayout& layout,
+                        const std::vector<Strategy>& strategies,
+                        const AttentionShape& shape,
                         const DrawOptions& options = {});
 
 }  // namespace longspan

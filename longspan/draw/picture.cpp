@@ -59,6 +59,21 @@ std::string short_count(int64_t count) {
   return text.data();
 }
 
+std::string ratio_text(double most, double mean) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.2f", mean > 0 ? most / mean : 1.0);
+  return text.data();
+}
+
+std::string peers_text(const std::vector<int>& peers, std::size_t most) {
+  std::string text;
+  for (int peer : peers) {
+    text += join(text.empty() ? "" : " ", peer);
+    if (text.size() > most) return join(peers.size(), " ranks");
+  }
+  return text;
+}
+
 std::vector<std::string> wrapped(std::string_view text, std::size_t columns) {
   std::vector<std::string> lines;
   while (!text.empty()) {

@@ -111,22 +111,90 @@ struct StepTable {
   int64_t most_pairs = 0;  ///< the largest cell
 };
 
+/// What bars measure, for each rank.
+enum class Measure { pairs, forward_bytes, backward_bytes };
+
 struct WorkBar {
   int rank = 0;
   int64_t tokens = 0;
-  int64_t pairs = 0;
+  int64_t amount = 0;
 };
 
-/// Visible pairs of each shown rank; a bar of `scale` pairs is full length.
+/// Visible pairs (or bytes sent) of each shown rank; a bar of `scale` is full
+/// length.
 struct WorkBars {
   std::string heading;
   std::string caption;
   std::vector<WorkBar> bars;
   double mean = 0;
   int64_t scale = 0;
+  Measure measure = Measure::pairs;
 };
 
-using Panel = std::variant<Strips, MaskGrid, StepTable, WorkBars>;
+/// Tokens that go one way while a step runs, and the ranks at the other end.
+struct PlanFlow {
+  std::vector<int> peers;
+  int64_t tokens = 0;
+  int64_t bytes = 0;
+};
+
+/// What one rank does at one step of its plan. Pairs are those of its team's
+/// queries, for the heads that the rank computes.
+struct PlanCell {
+  int step = 0;
+  int64_t keys = 0;
+  int64_t pairs = 0;
+  PlanFlow sends, arrivals;
+  PlanFlow returns, homecomings;  ///< gradients, backward
+};
+
+/// Bytes that a rank trades inside its team, sent in each pass.
+struct PlanTrade {
+  int64_t forward = 0;
+  int64_t backward = 0;
+};
+
+struct PlanRow {
+  int rank = 0;
+  int64_t heads = 0;           ///< that the rank computes
+  int64_t key_bytes = 0;       ///< of one token that travels
+  int64_t gradient_bytes = 0;  ///< of one whose gradients go home
+  std::vector<PlanCell> cells;
+  PlanTrade to_heads, to_tokens;
+};
+
+/// Shown ranks downwards, shown steps to the right: all ranks have the same
+/// ones. With teams the trades stand before and after.
+struct PlanTable {
+  std::string heading;
+  std::string caption;
+  int head_ranks = 1;
+  std::vector<PlanRow> rows;
+  int64_t most_pairs = 0;  ///< the largest cell
+};
+
+/// What a strategy costs: the heaviest rank, and the mean of all. Pairs are
+/// averaged over all heads, so that a rank which computes a quarter of the
+/// heads has a quarter of the pairs.
+struct StrategyRow {
+  std::string name;
+  int steps = 0;
+  int hops = 0;
+  int64_t most_pairs = 0;
+  double mean_pairs = 0;
+  int64_t most_forward = 0, most_backward = 0;  ///< bytes sent
+  double mean_forward = 0, mean_backward = 0;
+};
+
+/// Strategies downwards.
+struct StrategyTable {
+  std::string heading;
+  std::string caption;
+  std::vector<StrategyRow> rows;
+};
+
+using Panel = std::variant<Strips, MaskGrid, StepTable, WorkBars, PlanTable,
+                           StrategyTable>;
 using PanelColumn = std::vector<Panel>;
 
 /// What is drawn, before anyone decides how: rows of columns of panels. to_svg
@@ -140,11 +208,18 @@ struct Picture {
 /// All panels in reading order.
 std::vector<const Panel*> panels_of(const Picture& picture);
 
-/// Two pictures as two columns under one title, their bars to one scale.
+/// Two pictures as two columns under one title, their bars of work to one
+/// scale.
 Picture beside(const Picture& left, const Picture& right);
 
 /// "904", "12345", then three digits: "24.4M", "1.22T".
 std::string short_count(int64_t count);
+
+/// "1.26": largest over mean, the number that a balanced plan brings to 1.00.
+std::string ratio_text(double most, double mean);
+
+/// "1 2 3", or "15 ranks" where a list would take more than `most` letters.
+std::string peers_text(const std::vector<int>& peers, std::size_t most);
 
 /// Text cut into lines of at most `columns` letters at spaces.
 std::vector<std::string> wrapped(std::string_view text, std::size_t columns);

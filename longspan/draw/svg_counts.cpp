@@ -1,23 +1,20 @@
+#include <algorithm>
+
 #include "longspan/core/check.h"
 #include "longspan/draw/svg_panels.h"
 
 namespace longspan {
 
-namespace {
-
-/// "step 0" over each column; numbers alone, some left out, where it is tight.
-double step_names(SvgWriter& out, const StepTable& table, Box box,
-                  double width) {
-  const auto& cells = table.rows.front().cells;
-  bool whole = true;
-  for (const StepCell& cell : cells) {
-    whole = whole && text_width(join("step ", cell.step), 11) <= width;
-  }
-  if (!whole) out.text(box.x, box.y + 10, "step", "small");
-  double free_from = box.x;
-  for (std::size_t c = 0; c < cells.size(); ++c) {
-    const double x = box.x + kSvgLabels + width * static_cast<double>(c);
-    const std::string name = join(whole ? "step " : "", cells[c].step);
+double paint_step_names(SvgWriter& out, Box box, double label_x,
+                        const std::vector<int>& steps, double width) {
+  const bool whole = std::ranges::all_of(steps, [&](int step) {
+    return text_width(join("step ", step), 11) <= width;
+  });
+  if (!whole) out.text(label_x, box.y + 10, "step", "small");
+  double free_from = 0;
+  for (std::size_t c = 0; c < steps.size(); ++c) {
+    const double x = box.x + width * static_cast<double>(c);
+    const std::string name = join(whole ? "step " : "", steps[c]);
     if (x < free_from) continue;
     free_from = x + text_width(name, 11) + 4;
     out.text(x, box.y + 10, name, "small");
@@ -25,7 +22,13 @@ double step_names(SvgWriter& out, const StepTable& table, Box box,
   return 18;
 }
 
-}  // namespace
+void paint_bar(SvgWriter& out, Box box, double share, std::string_view classes,
+               double radius) {
+  out.rect(box, "none", radius);
+  if (share <= 0) return;
+  box.width = std::max(1.0, box.width * share);
+  out.rect(box, classes, radius);
+}
 
 double paint(SvgWriter& out, const StepTable& table, Box box) {
   double y = box.y + paint_heading(out, box, table.heading);
@@ -34,7 +37,12 @@ double paint(SvgWriter& out, const StepTable& table, Box box) {
                          : static_cast<double>(table.rows.front().cells.size());
   const double width = (box.width - kSvgLabels) / columns;
   if (!table.rows.empty()) {
-    y += step_names(out, table, {box.x, y, box.width, 0}, width);
+    std::vector<int> steps;
+    for (const StepCell& cell : table.rows.front().cells) {
+      steps.push_back(cell.step);
+    }
+    y += paint_step_names(out, {box.x + kSvgLabels, y, 0, 0}, box.x, steps,
+                          width);
   }
   constexpr double kBar = 7;
   const bool numbers = width >= 44;
@@ -50,13 +58,10 @@ double paint(SvgWriter& out, const StepTable& table, Box box) {
         out.text(x, y + 11, cell.pairs == 0 ? "-" : short_count(cell.pairs),
                  cell.pairs == 0 ? "soft" : "number");
       }
-      out.rect({x, bar, room, kBar}, "none", 1);
-      if (cell.pairs > 0) {
-        const double share = static_cast<double>(cell.pairs) /
-                             static_cast<double>(table.most_pairs);
-        out.rect({x, bar, std::max(1.0, room * share), kBar},
-                 rank_class(row.rank), 1);
-      }
+      const double share =
+          static_cast<double>(cell.pairs) /
+          static_cast<double>(std::max<int64_t>(1, table.most_pairs));
+      paint_bar(out, {x, bar, room, kBar}, share, rank_class(row.rank), 1);
     }
     y += height + 4;
   }
@@ -78,14 +83,10 @@ double paint(SvgWriter& out, const WorkBars& bars, Box box) {
   };
   for (const WorkBar& bar : bars.bars) {
     out.text(box.x, y + kThick - 4, join("rank ", bar.rank), "soft");
-    out.text(box.x + box.width, y + kThick - 4, short_count(bar.pairs),
+    out.text(box.x + box.width, y + kThick - 4, short_count(bar.amount),
              "number", Anchor::end);
-    out.rect({x, y, room, kThick}, "none", 2);
-    if (bar.pairs > 0) {
-      out.rect(
-          {x, y, std::max(1.0, length(static_cast<double>(bar.pairs))), kThick},
-          rank_class(bar.rank), 2);
-    }
+    const double share = length(static_cast<double>(bar.amount)) / room;
+    paint_bar(out, {x, y, room, kThick}, share, rank_class(bar.rank), 2);
     y += kThick + kGap;
   }
   y -= kGap;

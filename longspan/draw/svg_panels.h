@@ -78,10 +78,21 @@ class StripPainter {
 double paint_heading(SvgWriter& out, Box box, const std::string& text);
 double paint_caption(SvgWriter& out, Box box, const std::string& text);
 
+/// "step 0" over each column, `width` pixels apart from `box.x` on; numbers
+/// alone, some left out, where it is tight, with the word at `label_x`.
+double paint_step_names(SvgWriter& out, Box box, double label_x,
+                        const std::vector<int>& steps, double width);
+
+/// A bar of `share` of the box, on a pale ground.
+void paint_bar(SvgWriter& out, Box box, double share, std::string_view classes,
+               double radius);
+
 /// Panels at the top left of a box; only its width counts.
 double paint(SvgWriter& out, const Strips& strips, Box box);
 double paint(SvgWriter& out, const MaskGrid& grid, Box box);
 double paint(SvgWriter& out, const StepTable& table, Box box);
 double paint(SvgWriter& out, const WorkBars& bars, Box box);
+double paint(SvgWriter& out, const PlanTable& table, Box box);
+double paint(SvgWriter& out, const StrategyTable& table, Box box);
 
 }  // namespace longspan

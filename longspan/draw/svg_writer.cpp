@@ -181,7 +181,10 @@ std::string rank_class(int rank) {
 }
 
 double text_width(std::string_view text, double font_size) {
-  return static_cast<double>(text.size()) * font_size * 0.6;
+  const auto letters = std::ranges::count_if(text, [](char byte) {
+    return (static_cast<unsigned char>(byte) & 0xc0) != 0x80;
+  });
+  return static_cast<double>(letters) * font_size * 0.6;
 }
 
 }  // namespace longspan

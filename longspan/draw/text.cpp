@@ -27,6 +27,19 @@ constexpr Marks kAscii{"#", "%", "+", ".", "[", "-", "]", "|"};
 constexpr std::array<const char*, 8> kEighths{"",  "▏", "▎", "▍",
                                               "▌", "▋", "▊", "▉"};
 
+/// One line of a table over steps: a label, and an entry for each step.
+struct TextRow {
+  std::string label, note;
+  int rank = kNoRank;
+  std::vector<std::string> entries;
+};
+
+std::size_t letters_of(const std::string& text) {
+  return static_cast<std::size_t>(std::ranges::count_if(text, [](char byte) {
+    return (static_cast<unsigned char>(byte) & 0xc0) != 0x80;
+  }));
+}
+
 class TextPainter {
  public:
   explicit TextPainter(const TextOptions& options)
@@ -37,6 +50,8 @@ class TextPainter {
   void paint(const MaskGrid& grid);
   void paint(const StepTable& table);
   void paint(const WorkBars& bars);
+  void paint(const PlanTable& table);
+  void paint(const StrategyTable& table);
   void paragraph(const std::string& text);
   void line(const std::string& text = "");
   const std::string& text() const { return out_; }
@@ -52,6 +67,10 @@ class TextPainter {
   std::string strip_mark(const StripCell& cell) const;
   std::string mask_mark(const MaskCell& cell, int columns) const;
   std::string bar(double length) const;
+  std::string flow(const PlanFlow& flow, const char* arrow) const;
+  void steps(const std::vector<TextRow>& rows, const std::vector<int>& numbers,
+             std::size_t least);
+  void columns(const std::vector<std::vector<std::string>>& lines);
 
   TextOptions options_;
   Marks marks_;
@@ -233,39 +252,139 @@ void TextPainter::paint(const MaskGrid& grid) {
       part ? join(marks_.part, " partly visible. ") : "", grid.caption));
 }
 
-void TextPainter::paint(const StepTable& table) {
-  line(table.heading);
-  std::size_t width = 6;
-  for (const StepRow& row : table.rows) {
-    for (const StepCell& cell : row.cells) {
-      width = std::max({width, short_count(cell.pairs).size(),
-                        std::to_string(cell.step).size() + 1});
+/// As many steps beside each other as fit, and the others below.
+void TextPainter::steps(const std::vector<TextRow>& rows,
+                        const std::vector<int>& numbers, std::size_t least) {
+  std::size_t width = least;
+  for (int step : numbers) {
+    width = std::max(width, std::to_string(step).size() + 1);
+  }
+  for (const TextRow& row : rows) {
+    for (const std::string& entry : row.entries) {
+      width = std::max(width, letters_of(entry));
     }
   }
   const auto padded = [&](const std::string& text) {
-    return std::string(width + 1 - std::min(width, text.size()), ' ') + text;
+    return std::string(width + 1 - std::min(width, letters_of(text)), ' ') +
+           text;
   };
-  const std::size_t columns =
-      table.rows.empty() ? 0 : table.rows.front().cells.size();
   const std::size_t block = std::max<std::size_t>(
       1, static_cast<std::size_t>(std::max(0, room())) / (width + 1));
-  for (std::size_t first = 0; first < columns; first += block) {
-    const std::size_t end = std::min(columns, first + block);
+  for (std::size_t first = 0; first < numbers.size(); first += block) {
+    const std::size_t end = std::min(numbers.size(), first + block);
     gutter("step", "");
     for (std::size_t c = first; c < end; ++c) {
-      out_ += padded(std::to_string(table.rows.front().cells[c].step));
+      out_ += padded(std::to_string(numbers[c]));
     }
     line();
-    for (const StepRow& row : table.rows) {
-      gutter(join("rank ", row.rank), "");
+    for (const TextRow& row : rows) {
+      gutter(row.label, row.note);
       for (std::size_t c = first; c < end; ++c) {
-        const int64_t pairs = row.cells[c].pairs;
-        out_ += coloured(pairs == 0 ? kNoRank : row.rank,
-                         padded(pairs == 0 ? "-" : short_count(pairs)));
+        const std::string& entry = row.entries[c];
+        out_ += coloured(entry == "-" ? kNoRank : row.rank, padded(entry));
       }
       line();
     }
   }
+}
+
+void TextPainter::paint(const StepTable& table) {
+  line(table.heading);
+  std::vector<TextRow> rows;
+  std::vector<int> numbers;
+  for (const StepRow& row : table.rows) {
+    TextRow text{join("rank ", row.rank), "", row.rank, {}};
+    for (const StepCell& cell : row.cells) {
+      text.entries.push_back(cell.pairs == 0 ? "-" : short_count(cell.pairs));
+      if (rows.empty()) numbers.push_back(cell.step);
+    }
+    rows.push_back(std::move(text));
+  }
+  steps(rows, numbers, 6);
+  paragraph(table.caption);
+}
+
+std::string TextPainter::flow(const PlanFlow& flow, const char* arrow) const {
+  if (flow.tokens == 0) return "-";
+  return join(short_count(flow.tokens), " ", arrow, " ",
+              peers_text(flow.peers, 9));
+}
+
+void TextPainter::paint(const PlanTable& table) {
+  line(table.heading);
+  const bool ascii = options_.glyphs == Glyphs::ascii;
+  const char* const to = ascii ? ">" : "→";
+  const char* const from = ascii ? "<" : "←";
+  std::vector<TextRow> rows;
+  std::vector<int> numbers;
+  for (const PlanRow& row : table.rows) {
+    TextRow pairs{join("rank ", row.rank), "pairs", row.rank, {}};
+    TextRow sends{"", "sends", row.rank, {}};
+    TextRow gets{"", "gets", row.rank, {}};
+    TextRow returns{"", "grads out", row.rank, {}};
+    TextRow homecomings{"", "grads in", row.rank, {}};
+    for (const PlanCell& cell : row.cells) {
+      if (rows.empty()) numbers.push_back(cell.step);
+      pairs.entries.push_back(cell.pairs == 0 ? "-" : short_count(cell.pairs));
+      sends.entries.push_back(flow(cell.sends, to));
+      gets.entries.push_back(flow(cell.arrivals, from));
+      returns.entries.push_back(flow(cell.returns, to));
+      homecomings.entries.push_back(flow(cell.homecomings, from));
+    }
+    rows.push_back(std::move(pairs));
+    for (TextRow* more : {&sends, &gets, &returns, &homecomings}) {
+      const bool moves = std::ranges::any_of(
+          more->entries, [](const std::string& entry) { return entry != "-"; });
+      if (moves) rows.push_back(std::move(*more));
+    }
+  }
+  if (!rows.empty()) steps(rows, numbers, 6);
+  if (table.head_ranks > 1) {
+    line();
+    line("Bytes traded inside the team: tokens for heads before, and back.");
+    std::vector<std::vector<std::string>> lines{
+        {"", "forward", "and back", "backward", "and back"}};
+    for (const PlanRow& row : table.rows) {
+      lines.push_back({join("rank ", row.rank),
+                       short_count(row.to_heads.forward),
+                       short_count(row.to_tokens.forward),
+                       short_count(row.to_heads.backward),
+                       short_count(row.to_tokens.backward)});
+    }
+    columns(lines);
+  }
+  paragraph(table.caption);
+}
+
+/// Lines of a table: the first column to the left, the others to the right.
+void TextPainter::columns(const std::vector<std::vector<std::string>>& lines) {
+  std::vector<std::size_t> widths(lines.front().size(), 0);
+  for (const auto& cells : lines) {
+    for (std::size_t c = 0; c < cells.size(); ++c) {
+      widths[c] = std::max(widths[c], cells[c].size());
+    }
+  }
+  for (const auto& cells : lines) {
+    std::string text = cells[0] + std::string(widths[0] - cells[0].size(), ' ');
+    for (std::size_t c = 1; c < cells.size(); ++c) {
+      text += std::string(widths[c] + 2 - cells[c].size(), ' ') + cells[c];
+    }
+    line(text);
+  }
+}
+
+void TextPainter::paint(const StrategyTable& table) {
+  line(table.heading);
+  std::vector<std::vector<std::string>> lines{
+      {"", "steps", "hops", "pairs", "balance", "forward", "backward"}};
+  for (const StrategyRow& row : table.rows) {
+    lines.push_back(
+        {row.name, short_count(row.steps), short_count(row.hops),
+         short_count(row.most_pairs),
+         ratio_text(static_cast<double>(row.most_pairs), row.mean_pairs),
+         short_count(row.most_forward), short_count(row.most_backward)});
+  }
+  if (!table.rows.empty()) columns(lines);
   paragraph(table.caption);
 }
 
@@ -283,9 +402,9 @@ std::string TextPainter::bar(double length) const {
 void TextPainter::paint(const WorkBars& bars) {
   line(bars.heading);
   for (const WorkBar& work : bars.bars) {
-    gutter(join("rank ", work.rank), short_count(work.pairs));
+    gutter(join("rank ", work.rank), short_count(work.amount));
     const double share = bars.scale == 0 ? 0
-                                         : static_cast<double>(work.pairs) /
+                                         : static_cast<double>(work.amount) /
                                                static_cast<double>(bars.scale);
     line(coloured(work.rank, bar(share * room())));
   }

@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <array>
-#include <cstdio>
 
 #include "longspan/core/check.h"
 #include "longspan/core/tile.h"
@@ -37,12 +35,6 @@ StepCell step_cell(const Mask& mask, const Ownership& ownership, int rank,
     ++(tile.coverage == Coverage::all ? cell.full_tiles : cell.masked_tiles);
   }
   return cell;
-}
-
-std::string times(double ratio) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.2f", ratio);
-  return text.data();
 }
 
 int64_t held_ranges(const Ownership& ownership) {
@@ -114,7 +106,7 @@ Picture draw_work(const Mask& mask, const Ownership& ownership,
       add(pairs_of(mask, ownership, rank));
     }
   } else {
-    for (const WorkBar& bar : bars.bars) add(bar.pairs);
+    for (const WorkBar& bar : bars.bars) add(bar.amount);
   }
   const auto ranks =
       count_all ? ownership.ranks() : static_cast<int>(std::ssize(bars.bars));
@@ -122,7 +114,7 @@ Picture draw_work(const Mask& mask, const Ownership& ownership,
   bars.caption = join("Heaviest: ", short_count(bars.scale), " visible pairs");
   if (total > 0) {
     bars.caption +=
-        join(", ", times(static_cast<double>(bars.scale) / bars.mean),
+        join(", ", ratio_text(static_cast<double>(bars.scale), bars.mean),
              " x the mean");
   }
   bars.caption += count_all ? "." : " of those shown.";

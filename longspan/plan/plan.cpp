@@ -126,6 +126,11 @@ int64_t tokens_in(const std::vector<PlannedParcel>& parcels) {
   return tokens;
 }
 
+/// Bytes of a number that is added up: float32 at least.
+int64_t summed_bytes(const AttentionShape& shape) {
+  return std::max<int64_t>(shape.bytes_per_element, 4);
+}
+
 std::string listed(const char* verb, const char* preposition,
                    const std::vector<PlannedParcel>& parcels) {
   std::string text;
@@ -235,45 +240,61 @@ int Plan::hops() const {
   return hops;
 }
 
-int64_t Plan::sent_bytes(const AttentionShape& shape, Pass pass) const {
+HeadShare Plan::head_share(const AttentionShape& shape) const {
+  return HeadShare::of(shape.heads, shape.key_heads, member(),
+                       strategy_.head_ranks);
+}
+
+int64_t Plan::key_bytes(const AttentionShape& shape) const {
+  return rows_ * head_share(shape).key_heads.size() *
+         (shape.head_dim + shape.value_dim) * shape.bytes_per_element;
+}
+
+int64_t Plan::gradient_bytes(const AttentionShape& shape) const {
+  return rows_ * head_share(shape).key_heads.size() *
+         (shape.head_dim + shape.value_dim) * summed_bytes(shape);
+}
+
+SentBytes Plan::sent(const AttentionShape& shape, Pass pass) const {
   const int64_t element = shape.bytes_per_element;
-  const int64_t sum = std::max<int64_t>(element, 4);  // what is added up
+  const int64_t sum = summed_bytes(shape);
   const int members = strategy_.head_ranks;
-  const auto share = [&](int who) {
-    return HeadShare::of(shape.heads, shape.key_heads, who, members);
-  };
-  const HeadShare mine = share(member());
+  const HeadShare mine = head_share(shape);
   const int64_t both = shape.head_dim + shape.value_dim;
-  int64_t bytes = 0;
+  SentBytes bytes;
   for (const PlanStep& step : steps_) {
-    bytes += tokens_in(step.sends) * mine.key_heads.size() * both * element;
+    bytes.keys += tokens_in(step.sends) * key_bytes(shape);
     if (pass == Pass::backward) {
-      bytes += tokens_in(step.returns) * mine.key_heads.size() * both * sum;
+      bytes.gradients += tokens_in(step.returns) * gradient_bytes(shape);
     }
   }
   for (int other = 0; other < members; ++other) {
     if (other == member()) continue;
-    const HeadShare theirs = share(other);
-    const int64_t here = member_tokens_[static_cast<std::size_t>(member())];
-    const int64_t there = member_tokens_[static_cast<std::size_t>(other)];
+    const auto theirs =
+        HeadShare::of(shape.heads, shape.key_heads, other, members);
+    const int64_t here =
+        rows_ * member_tokens_[static_cast<std::size_t>(member())];
+    const int64_t there =
+        rows_ * member_tokens_[static_cast<std::size_t>(other)];
     if (pass == Pass::forward) {
       // q, k and v go out; outputs and their log-sum-exp come back.
-      bytes += here * element *
-               (theirs.heads.size() * shape.head_dim +
-                theirs.key_heads.size() * both);
-      bytes += there * mine.heads.size() * (shape.value_dim * element + sum);
+      bytes.to_heads += here * element *
+                        (theirs.heads.size() * shape.head_dim +
+                         theirs.key_heads.size() * both);
+      bytes.to_tokens +=
+          there * mine.heads.size() * (shape.value_dim * element + sum);
     } else {
       // q, k, v, the output and its gradient go out with a log-sum-exp; dq, dk
       // and dv come back.
-      bytes += here * element *
-               (theirs.heads.size() * (both + shape.value_dim) +
-                theirs.key_heads.size() * both);
-      bytes += here * theirs.heads.size() * sum;
-      bytes += there * (mine.heads.size() * shape.head_dim * element +
-                        mine.key_heads.size() * both * sum);
+      bytes.to_heads += here * element *
+                        (theirs.heads.size() * (both + shape.value_dim) +
+                         theirs.key_heads.size() * both);
+      bytes.to_heads += here * theirs.heads.size() * sum;
+      bytes.to_tokens += there * (mine.heads.size() * shape.head_dim * element +
+                                  mine.key_heads.size() * both * sum);
     }
   }
-  return bytes * rows_;
+  return bytes;
 }
 
 std::string Plan::to_string() const {

@@ -38,6 +38,16 @@ struct PlanStep {
 
 enum class Pass { forward, backward };
 
+/// Bytes that a rank sends to others in one pass, by what they carry.
+struct SentBytes {
+  int64_t keys = 0;       ///< keys and values, to other teams
+  int64_t gradients = 0;  ///< of those, home to their owners; backward only
+  int64_t to_heads = 0;   ///< tokens traded for heads in the team, before
+  int64_t to_tokens = 0;  ///< and heads for tokens, after
+
+  int64_t total() const { return keys + gradients + to_heads + to_tokens; }
+};
+
 /// What one rank does for one strategy, ownership and mask: steps, tiles,
 /// transfers and bytes, known before anything moves.
 ///
@@ -68,8 +78,19 @@ class Plan {
   /// In how many steps keys leave or reach this rank.
   int hops() const;
 
+  /// Heads this rank computes, and those of keys it uses.
+  HeadShare head_share(const AttentionShape& shape) const;
+
+  /// Bytes of one token that travels between teams: its keys and values, and
+  /// their gradients, for the key heads of this rank and all rows.
+  int64_t key_bytes(const AttentionShape& shape) const;
+  int64_t gradient_bytes(const AttentionShape& shape) const;
+
   /// Bytes this rank sends to others, in one pass.
-  int64_t sent_bytes(const AttentionShape& shape, Pass pass) const;
+  SentBytes sent(const AttentionShape& shape, Pass pass) const;
+  int64_t sent_bytes(const AttentionShape& shape, Pass pass) const {
+    return sent(shape, pass).total();
+  }
 
   std::string to_string() const;
 

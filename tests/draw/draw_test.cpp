@@ -144,7 +144,7 @@ void steps_and_work_agree_with_core(const SharedMaskCase& c) {
           });
       ASSERT_EQ(drawn, cell.full_tiles + cell.masked_tiles);
     }
-    ASSERT_EQ(bars.bars[r].pairs, work[r].pairs);
+    ASSERT_EQ(bars.bars[r].amount, work[r].pairs);
     ASSERT_EQ(bars.bars[r].tokens, work[r].tokens);
     ASSERT_EQ(pairs, work[r].pairs);
   }
@@ -179,7 +179,7 @@ TEST(Draw, SmallNumbersWrittenOut) {
     std::vector<int64_t> all;
     const Picture picture = draw_work(mask, ownership);
     for (const WorkBar& bar : panel_of<WorkBars>(picture).bars) {
-      all.push_back(bar.pairs);
+      all.push_back(bar.amount);
     }
     return all;
   };
@@ -204,7 +204,7 @@ TEST(Draw, ACompressedMaskHasNoSteps) {
   }
   int64_t worked = 0;
   for (const WorkBar& bar : panel_of<WorkBars>(picture).bars) {
-    worked += bar.pairs;
+    worked += bar.amount;
   }
   EXPECT_EQ(visible, mask.pairs({0, 44}, {0, mask.keys()}));
   EXPECT_EQ(worked, visible);
