@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "longspan/core/check.h"
+
 namespace longspan::cli {
 
 /// What the command line answers to the shell.
@@ -11,6 +13,11 @@ enum class Exit : int { done = 0, failed = 1, refused = 2 };
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+template <class... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (!condition) throw Refusal(join(parts...));
+}
 
 /// The outside world failed (a file that cannot be written): exit code 1.
 struct Failure : std::runtime_error {

@@ -1,0 +1,211 @@
+#include "stream.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "longspan/core/check.h"
+#include "longspan/draw/draw.h"
+#include "options.h"
+#include "outcome.h"
+#include "values.h"
+
+namespace longspan::cli {
+
+namespace {
+
+/// Nothing stands for "uneven", which takes its shape from --sizes.
+std::optional<OwnershipKind> layout_named(const char* flag,
+                                          const std::string& name) {
+  if (name == "uneven") return std::nullopt;
+  const auto kind = ownership_kind(name);
+  require(
+      kind && *kind != OwnershipKind::ranges, flag, " is '", name,
+      "'; expected contiguous, head-tail, per-document-head-tail or uneven");
+  return kind;
+}
+
+/// Which ranks own the stream, before it is padded to fit.
+struct Layouts {
+  std::optional<OwnershipKind> first;
+  std::optional<std::optional<OwnershipKind>> second;
+  std::vector<int64_t> sizes;
+  int ranks = 1;
+
+  bool uneven() const { return !first || (second && !*second); }
+};
+
+Layouts layouts_of(const StreamArguments& arguments) {
+  Layouts layouts;
+  layouts.first =
+      layout_named("--layout", arguments.layout.value_or("head-tail"));
+  if (arguments.compare) {
+    layouts.second = layout_named("--compare", *arguments.compare);
+  }
+  require(!layouts.uneven() || arguments.sizes,
+          "an uneven layout needs --sizes, such as --sizes 10,0,6");
+  require(layouts.uneven() || !arguments.sizes,
+          "--sizes goes with --layout uneven");
+  require(layouts.uneven() || arguments.ranks,
+          "--ranks is missing; expected the number of ranks, such as 4");
+  if (layouts.uneven()) {
+    layouts.sizes =
+        number_list("--sizes", *arguments.sizes, 0, kMostDrawnTokens);
+    require(std::ssize(layouts.sizes) <= kMostDrawnRanks, "--sizes has ",
+            layouts.sizes.size(), " entries; expected at most ",
+            kMostDrawnRanks);
+    layouts.ranks = static_cast<int>(layouts.sizes.size());
+  }
+  if (arguments.ranks) {
+    const auto ranks = static_cast<int>(
+        whole_number("--ranks", *arguments.ranks, 1, kMostDrawnRanks));
+    require(!layouts.uneven() || ranks == layouts.ranks, "--ranks is ", ranks,
+            " but --sizes has ", layouts.ranks, " entries; expected as many");
+    layouts.ranks = ranks;
+  }
+  return layouts;
+}
+
+int64_t sum_of(const std::vector<int64_t>& sizes) {
+  int64_t sum = 0;
+  for (int64_t size : sizes) sum += size;  // 2^20 of at most 2^31 each
+  return sum;
+}
+
+Packing packing_of(const StreamArguments& arguments, const Layouts& layouts) {
+  require(!arguments.tokens || !arguments.documents,
+          "--tokens and --documents both came; expected one of them");
+  require(arguments.tokens || arguments.documents || layouts.uneven(),
+          "no stream came; expected --tokens 64 or --documents 5,3/8,0/4");
+  Packing packing;
+  if (arguments.documents) {
+    packing =
+        document_list("--documents", *arguments.documents, kMostDrawnTokens);
+  } else {
+    packing = Packing::single(
+        arguments.tokens
+            ? whole_number("--tokens", *arguments.tokens, 0, kMostDrawnTokens)
+            : sum_of(layouts.sizes));
+  }
+  check_drawable(packing, layouts.ranks);
+  return packing;
+}
+
+/// The same documents in a stream with a longer tail.
+Packing lengthened(const Packing& packing, int64_t tokens) {
+  std::vector<int64_t> slots;
+  for (int64_t d = 0; d < packing.documents(); ++d) {
+    slots.push_back(packing.padded_length(d));
+  }
+  const auto lengths = packing.lengths();
+  return Packing::of({lengths.begin(), lengths.end()}, std::move(slots),
+                     tokens);
+}
+
+Packing padded_for(const Packing& packing,
+                   const std::optional<OwnershipKind>& layout,
+                   const Layouts& layouts) {
+  if (!layout) {
+    return lengthened(packing,
+                      std::max(packing.tokens(), sum_of(layouts.sizes)));
+  }
+  const int64_t multiple = tokens_multiple(*layout, layouts.ranks);
+  return *layout == OwnershipKind::per_document_head_tail
+             ? packing.with_slots_multiple_of(multiple)
+             : packing.with_tokens_multiple_of(multiple);
+}
+
+Ownership ownership_of(const Packing& packing,
+                       const std::optional<OwnershipKind>& layout,
+                       const Layouts& layouts, bool pad) {
+  if (!layout) {
+    const int64_t sum = sum_of(layouts.sizes);
+    require(sum == packing.tokens(), "--sizes add up to ", sum,
+            " but the stream has ", packing.tokens(), " tokens; change one",
+            pad || sum < packing.tokens() ? "" : ", or --pad the stream");
+    return Ownership::of_sizes(layouts.sizes);
+  }
+  try {
+    return Ownership::of(*layout, packing, layouts.ranks);
+  } catch (const std::invalid_argument& uneven) {
+    throw Refusal(join(uneven.what(), pad ? "" : " (--pad does it)"));
+  }
+}
+
+Mask mask_of(const StreamArguments& arguments, const Packing& packing) {
+  const std::string name = arguments.mask.value_or("causal");
+  const auto only_with = [&](const std::optional<std::string>& text,
+                             const char* flag, const char* mask) {
+    require(!text || name == mask, flag, " goes with --mask ", mask, ", not ",
+            name);
+    require(text || name != mask, "--mask ", mask, " needs ", flag,
+            ", such as ", flag, " 4");
+  };
+  require(name == "causal" || name == "full" || name == "sliding" ||
+              name == "compressed",
+          "--mask is '", name,
+          "'; expected causal, full, sliding or compressed");
+  only_with(arguments.window, "--window", "sliding");
+  only_with(arguments.ratio, "--ratio", "compressed");
+  const auto number = [](const char* flag, const std::string& text) {
+    return whole_number(flag, text, 1, kMostDrawnTokens);
+  };
+  Mask mask =
+      name == "causal" ? Mask::causal(packing)
+      : name == "full" ? Mask::full(packing)
+      : name == "sliding"
+          ? Mask::sliding(packing, number("--window", *arguments.window))
+          : Mask::compressed(packing, number("--ratio", *arguments.ratio));
+  if (!arguments.prefix) return mask;
+  return mask.with_prefix(
+      number_list("--prefix", *arguments.prefix, 0, kMostDrawnTokens));
+}
+
+}  // namespace
+
+void add_stream(CLI::App& command, StreamArguments& arguments) {
+  add_text(command, "--tokens", arguments.tokens, "A stream of one document",
+           "N");
+  add_text(command, "--documents", arguments.documents,
+           "Documents laid end to end: length or length/slot, as in 5,3/8,0/4",
+           "LIST");
+  add_text(command, "--ranks", arguments.ranks, "Number of ranks", "N");
+  add_text(command, "--layout", arguments.layout,
+           "contiguous, head-tail (default), per-document-head-tail, uneven",
+           "NAME");
+  add_text(command, "--sizes", arguments.sizes,
+           "Tokens of each rank for an uneven layout, as in 10,0,6", "LIST");
+  command.add_flag("--pad", arguments.pad,
+                   "Lengthen the stream (or its slots) until it splits");
+  add_text(command, "--mask", arguments.mask,
+           "causal (default), full, sliding, compressed", "NAME");
+  add_text(command, "--window", arguments.window, "Keys a sliding query sees",
+           "N");
+  add_text(command, "--ratio", arguments.ratio,
+           "Tokens behind a compressed key", "N");
+  add_text(command, "--prefix", arguments.prefix,
+           "Leading tokens of each document that see each other both ways",
+           "LIST");
+}
+
+Stream stream_of(const StreamArguments& arguments) {
+  const Layouts layouts = layouts_of(arguments);
+  Packing packing = packing_of(arguments, layouts);
+  if (arguments.pad) {
+    packing = padded_for(packing, layouts.first, layouts);
+    if (layouts.second) packing = padded_for(packing, *layouts.second, layouts);
+    check_drawable(packing, layouts.ranks);
+  }
+  Ownership ownership =
+      ownership_of(packing, layouts.first, layouts, arguments.pad);
+  Stream stream{mask_of(arguments, packing), std::move(ownership), {}};
+  if (layouts.second) {
+    stream.second =
+        ownership_of(packing, *layouts.second, layouts, arguments.pad);
+  }
+  return stream;
+}
+
+}  // namespace longspan::cli
