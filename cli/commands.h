@@ -13,5 +13,6 @@ namespace longspan::cli {
 using Command = std::function<void()>;
 Command add_draw(CLI::App& program);
 Command add_info(CLI::App& program);
+Command add_plan(CLI::App& program);
 
 }  // namespace longspan::cli

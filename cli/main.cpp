@@ -49,11 +49,12 @@ int main(int argc, char** argv) {
                    "longspan");
   program.set_version_flag("--version", "longspan " LONGSPAN_VERSION);
   const auto draw = longspan::cli::add_draw(program);
+  const auto plan = longspan::cli::add_plan(program);
   const auto info = longspan::cli::add_info(program);
   program.require_subcommand(0, 1);
 
   const std::string first = argc > 1 ? argv[1] : "";
-  const bool named = first == "draw" || first == "info";
+  const bool named = first == "draw" || first == "plan" || first == "info";
   const std::string who = named ? "longspan " + first : "longspan";
   if (const std::string flag = flag_without_value(argc, argv); !flag.empty()) {
     return answer(who, "'" + flag + "' has no value; write one after it",
@@ -63,6 +64,8 @@ int main(int argc, char** argv) {
     program.parse(argc, argv);
     if (program.got_subcommand("draw")) {
       draw();
+    } else if (program.got_subcommand("plan")) {
+      plan();
     } else if (program.got_subcommand("info")) {
       info();
     } else {

@@ -82,6 +82,11 @@ std::vector<int64_t> number_list(const std::string& flag,
   return numbers;
 }
 
+std::vector<std::string> word_list(const std::string& flag,
+                                   const std::string& text) {
+  return entries(flag, text, "ring,needed");
+}
+
 Packing document_list(const std::string& flag, const std::string& text,
                       int64_t most) {
   std::vector<int64_t> lengths;

@@ -20,6 +20,10 @@ std::vector<int64_t> number_list(const std::string& flag,
                                  const std::string& text, int64_t least,
                                  int64_t most);
 
+/// Words separated by commas, at least one.
+std::vector<std::string> word_list(const std::string& flag,
+                                   const std::string& text);
+
 /// Documents separated by commas, each a length or length/slot: "5,3/8,0/4".
 Packing document_list(const std::string& flag, const std::string& text,
                       int64_t most);

@@ -361,6 +361,69 @@ def test_a_bad_command_gets_a_sentence(arguments, sentence):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence + "\n")
 
 
+PLAN_REFUSED = [
+    ("no stream", [], "--ranks is missing; expected the number of ranks, such as 4"),
+    ("stream does not split", ["--tokens", "66", "--ranks", "4"],
+     "Ownership: 66 tokens do not split over 4 ranks in 2 equal parts each; "
+     "pad to 72 (--pad does it)"),
+    ("strategy unknown", [*STREAM, "--strategy", "torus"],
+     "--strategy is 'torus'; expected all, or ring, gathered, needed, head-parallel, "
+     "head-parallel-ring or a list of them"),
+    ("strategy empty", [*STREAM, "--strategy", ""],
+     "--strategy is empty; expected a list such as ring,needed"),
+    ("all among others", [*STREAM, "--strategy", "ring,all"],
+     "--strategy is 'all'; expected all, or ring, gathered, needed, head-parallel, "
+     "head-parallel-ring or a list of them"),
+    ("strategy twice", [*STREAM, "--strategy", "ring", "--strategy", "needed"],
+     "--strategy came 2 times; expected it once"),
+    ("teams of a ring", [*STREAM, "--head-ranks", "2"],
+     "--head-ranks goes with --strategy head-parallel-ring, not ring"),
+    ("teams that do not divide", [*STREAM, "--strategy", "head-parallel-ring",
+                                  "--head-ranks", "3"],
+     "Strategy: 4 ranks do not form teams of 3; head_ranks must divide the ranks"),
+    ("teams too large", [*STREAM, "--strategy", "head-parallel-ring", "--head-ranks", "5"],
+     "--head-ranks is '5'; expected at most 4"),
+    ("rank too large", [*STREAM, "--rank", "4"], "--rank is '4'; expected at most 3"),
+    ("rank negative", [*STREAM, "--rank", "-1"], "--rank is '-1'; expected at least 0"),
+    ("rank of a table", [*STREAM, "--strategy", "all", "--rank", "0"],
+     "--rank goes with one strategy; a table counts all ranks"),
+    ("no heads", [*STREAM, "--heads", "0"], "--heads is '0'; expected at least 1"),
+    ("heads not a number", [*STREAM, "--heads", "8x"],
+     "--heads is '8x'; expected a whole number"),
+    ("key heads do not divide", [*STREAM, "--heads", "8", "--key-heads", "3"],
+     "--heads is 8 but --key-heads is 3; every key head serves as many heads"),
+    ("channels too many", [*STREAM, "--head-dim", "100000"],
+     "--head-dim is '100000'; expected at most 65536"),
+    ("dtype unknown", [*STREAM, "--dtype", "int8"],
+     "--dtype is 'int8'; expected bf16, fp16, fp32 or fp64"),
+    ("keys that are no tokens", [*STREAM, "--mask", "compressed", "--ratio", "4"],
+     "AttentionLayout: the keys of {mask} are not tokens; "
+     "attend to them as a second block of keys"),
+    ("bytes past counting",
+     ["--tokens", "2147483648", "--ranks", "64", "--heads", "65536", "--head-dim", "65536"],
+     "draw_plan: 2147483648 tokens over 64 ranks, head-tail, causal with 65536 heads "
+     "of 65536 channels: too many bytes to count; plan fewer"),
+    ("ascii picture", [*STREAM, "--format", "svg", "--ascii"],
+     "--ascii goes with text; leave it out or say --format text"),
+    ("a second layout", [*STREAM, "--compare", "contiguous"],
+     "The following arguments were not expected: contiguous --compare; see longspan plan --help"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [pytest.param(arguments, sentence, id=name) for name, arguments, sentence in PLAN_REFUSED],
+)
+def test_a_bad_plan_gets_a_sentence(arguments, sentence):
+    done = call("plan", *arguments)
+    before, _, after = sentence.partition("{mask}")
+    assert done.stderr.startswith(f"longspan plan: {before}")
+    assert done.stderr.endswith(f"{after}\n")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert done.returncode == 2
+
+
 # ---- The outside world.
 
 
@@ -378,7 +441,9 @@ def test_a_folder_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("command", [["draw", *STREAM], ["info"], ["info", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["draw", *STREAM], ["plan", *STREAM], ["info"], ["info", "--json"]]
+)
 def test_a_full_disk_is_a_failure(command):
     with open("/dev/full", "w") as full:
         done = subprocess.run([PROGRAM, *command], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -481,6 +546,103 @@ def test_trivial_streams_are_drawn(arguments, tmp_path):
     ElementTree.parse(path)
 
 
+# ---- Plans.
+
+SHAPE = ["--heads", "8", "--key-heads", "2", "--head-dim", "128", "--dtype", "bf16"]
+STRATEGIES = ["ring", "gathered", "needed", "head-parallel", "head-parallel-ring"]
+
+
+def planned(*arguments):
+    return {
+        panel["kind"]: panel
+        for panel in json.loads(answer("plan", *arguments, "--format", "json"))["panels"]
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_sent_in_a_plan_arrives(strategy, layout):
+    panels = planned(*STREAM, *SHAPE, "--layout", layout, "--strategy", strategy)
+    plan = panels["plan"]
+    assert len(plan["ranks"]) == 4
+    for there, back in [("sends", "arrivals"), ("returns", "homecomings")]:
+        for step in range(len(plan["ranks"][0]["steps"])):
+            steps = [rank["steps"][step] for rank in plan["ranks"]]
+            for unit in ("tokens", "bytes"):
+                assert sum(s[there][unit] for s in steps) == sum(s[back][unit] for s in steps)
+            met = {(r, peer) for r, s in enumerate(steps) for peer in s[there]["peers"]}
+            assert met == {(peer, r) for r, s in enumerate(steps) for peer in s[back]["peers"]}
+    for name in ("forward", "backward"):
+        for rank, bar in zip(plan["ranks"], panels[f"sent_{name}"]["ranks"], strict=True):
+            sent = rank["to_heads"][f"{name}_bytes"] + rank["to_tokens"][f"{name}_bytes"]
+            sent += sum(s["sends"]["bytes"] for s in rank["steps"])
+            if name == "backward":
+                sent += sum(s["returns"]["bytes"] for s in rank["steps"])
+            assert bar["bytes"] == sent
+    assert sum(rank["pairs"] for rank in panels["work"]["ranks"]) == 2080
+
+
+def test_small_bytes_written_out():
+    forward = planned(*STREAM, *SHAPE, "--layout", "contiguous")["sent_forward"]
+    assert [rank["bytes"] for rank in forward["ranks"]] == [16384, 32768, 49152, 0]
+    wider = planned(*STREAM, *SHAPE, "--layout", "contiguous", "--value-dim", "64")["sent_forward"]
+    assert [rank["bytes"] for rank in wider["ranks"]] == [12288, 24576, 36864, 0]
+    double = planned(*STREAM, "--key-heads", "2", "--dtype", "fp32")["sent_forward"]
+    assert max(rank["bytes"] for rank in double["ranks"]) == 2 * 49152
+
+
+def test_strategies_are_compared():
+    def rows(*arguments):
+        panel = planned(*STREAM, *SHAPE, *arguments)["strategies"]
+        return {row["strategy"]: row for row in panel["strategies"]}
+
+    all_of_them = rows("--strategy", "all", "--layout", "contiguous")
+    assert list(all_of_them) == [
+        "ring",
+        "gathered",
+        "needed",
+        "head_parallel",
+        "head_parallel_ring, teams of 2",
+    ]
+    assert all_of_them["ring"]["most_pairs"] == 904
+    assert all_of_them["head_parallel"]["most_pairs"] == 520
+    assert all(row["mean_pairs"] == 520 for row in all_of_them.values())
+    assert list(rows("--strategy", "needed,head_parallel")) == ["needed", "head_parallel"]
+    text = answer("plan", *STREAM, *SHAPE, "--strategy", "all")
+    assert "balance" in text and "head_parallel_ring, teams of 2" in text
+
+
+def test_teams_that_are_none_are_not_compared():
+    one_head = planned(*STREAM, "--heads", "8", "--key-heads", "1", "--strategy", "all")
+    names = [row["strategy"] for row in one_head["strategies"]["strategies"]]
+    assert names == ["ring", "gathered", "needed", "head_parallel"]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "all"])
+def test_a_plan_is_drawn_in_every_format(strategy, tmp_path):
+    arguments = ["--documents", "5/8,0/4,12", "--ranks", "2", "--pad", "--strategy", strategy]
+    for name in ("x.svg", "x.txt", "x.json"):
+        assert answer("plan", *arguments, "-o", str(tmp_path / name)) == ""
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+    assert json.loads((tmp_path / "x.json").read_text())["panels"]
+    assert (tmp_path / "x.txt").read_text() == answer("plan", *arguments)
+    assert answer("plan", *arguments, "--ascii").isascii()
+    assert max(map(len, answer("plan", *arguments).splitlines())) <= 80
+
+
+def test_one_rank_alone():
+    plan = planned(*STREAM, *SHAPE, "--rank", "2")
+    assert list(plan) == ["plan"]
+    assert [rank["rank"] for rank in plan["plan"]["ranks"]] == [2]
+
+
+def test_the_largest_plan_is_drawn_in_time():
+    for ranks in ("4096", "1048576"):
+        text = answer("plan", "--tokens", "100000000", "--ranks", ranks, "--pad")
+        assert len(text) < 30_000
+        answer("plan", "--tokens", "100000000", "--ranks", ranks, "--pad", "--strategy", "all")
+
+
 # ---- Facts.
 
 
@@ -488,6 +650,7 @@ def test_version_and_help():
     assert answer("--version").startswith("longspan ")
     assert "draw" in answer("--help")
     assert "--tokens" in answer("draw", "--help")
+    assert "--strategy" in answer("plan", "--help")
 
 
 def test_info_says_the_same_in_json():
