@@ -31,6 +31,8 @@ build: setup
 
 demo: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) examples/layouts.py --out build/demo
+	@echo
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) examples/attention.py
 
 lint: setup
 	@tools/lint $(PYTHON) check
