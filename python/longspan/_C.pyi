@@ -139,6 +139,17 @@ class Picture:
 def draw_ownership(ownership: Ownership, packing: Packing) -> Picture: ...
 def draw_all(mask: Mask, ownership: Ownership) -> Picture: ...
 def draw_comparison(mask: Mask, left: Ownership, right: Ownership) -> Picture: ...
+def draw_plan(
+    ownership: Ownership,
+    masks: Sequence[Mask],
+    strategy: str,
+    head_ranks: int,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    bytes_per_element: int,
+) -> Picture: ...
 
 class TokenTensor:
     @property

@@ -1,6 +1,8 @@
-"""Pictures of owners, masks and work."""
+"""Pictures of owners, masks, work and plans."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from longspan import _C
 
@@ -26,3 +28,32 @@ def draw(
         return _C.draw_all(mask, ownership)
     packing = _C.Packing.single(ownership.tokens) if packing is None else packing
     return _C.draw_ownership(ownership, packing)
+
+
+def draw_plan(
+    ownership: _C.Ownership,
+    mask: _C.Mask | Sequence[_C.Mask] | None = None,
+    *,
+    strategy: str = "ring",
+    head_ranks: int = 0,
+    heads: int,
+    key_heads: int | None = None,
+    head_dim: int,
+    value_dim: int | None = None,
+    bytes_per_element: int = 2,
+) -> _C.Picture:
+    """What every rank computes, sends and receives at each step of a strategy, and
+    the bytes it sends forward and backward; the mask is causal by default."""
+    if mask is None:
+        mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
+    return _C.draw_plan(
+        ownership,
+        [mask] if isinstance(mask, _C.Mask) else list(mask),
+        strategy,
+        head_ranks,
+        heads,
+        heads if key_heads is None else key_heads,
+        head_dim,
+        head_dim if value_dim is None else value_dim,
+        bytes_per_element,
+    )
