@@ -12,6 +12,9 @@ from longspan import _C
 from longspan.batch import LocalBatch
 from longspan.group import Group
 
+# Made here, not where it is used: torch.compile cannot look into its constructor.
+_ALONE = Group()
+
 STRATEGIES = ("ring", "gathered", "needed", "head_parallel", "head_parallel_ring")
 
 
@@ -76,7 +79,7 @@ def attend(
     Local losses backpropagated on every rank give parameter gradients whose sum
     over the group is the full gradient. A query that sees no key gets 0.
     """
-    ranks = Group() if group is None else Group.of(group)
+    ranks = _ALONE if group is None else Group.of(group)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"attend: dropout_p is {dropout_p}; attention over ranks has no dropout, "

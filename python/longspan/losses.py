@@ -8,6 +8,9 @@ import torch
 
 from longspan.group import Group
 
+# Made here, not where it is used: torch.compile cannot look into its constructor.
+_ALONE = Group()
+
 
 def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:
     """The mean loss over the tokens of all ranks: the sum of all sums over the sum
@@ -16,7 +19,7 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     Its derivative is that of this rank's part alone, so that after backward on
     every rank parameter gradients **sum** over the group to those of the mean.
     """
-    ranks = Group() if group is None else Group.of(group)
+    ranks = _ALONE if group is None else Group.of(group)
     if not isinstance(count, torch.Tensor):
         count = torch.tensor(count, device=sum.device)
     return torch.ops.longspan.reduce_loss(sum, count, ranks.name)
