@@ -85,6 +85,8 @@ def attend(
             f"attend: dropout_p is {dropout_p}; attention over ranks has no dropout, "
             "since its random numbers would depend on the ranks; set it to 0"
         )
+    if q.dim() == 0:
+        raise ValueError("attend: `q` has no axes; expected [B, H, L, D] or [L, H, D]")
     if layout is None:
         if ownership is None:
             if ranks.size() != 1:
