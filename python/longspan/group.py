@@ -45,6 +45,10 @@ class Group(_C.Group):
         """What operators take; "" for one rank alone."""
         return self._name
 
+    def __repr__(self) -> str:
+        # Tracebacks show the object also when there was no such group to wrap.
+        return super().__repr__() if "_size" in self.__dict__ else "Group(not made)"
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("Group: cannot be pickled; make it from the process group over there")
 
