@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pathlib
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+import longspan
 
 NEMO = "longspan.compat.nemo.components."
 cp_utils = importlib.import_module(NEMO + "distributed.cp_utils")
@@ -16,6 +21,17 @@ glm = importlib.import_module(NEMO + "models.glm_moe_dsa.cp")
 kernels = importlib.import_module(NEMO + "models.glm_moe_dsa.optimized_kernels")
 dsv4 = importlib.import_module(NEMO + "models.deepseek_v4.cp")
 gemma4 = importlib.import_module(NEMO + "models.gemma4_moe.cp_batch")
+
+
+def example(name: str) -> Any:
+    """A program of examples/ as a module."""
+    path = pathlib.Path(__file__).parents[3] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class Mesh:
@@ -55,6 +71,22 @@ class DeviceMesh(dict[str, Any]):
     def __init__(self, **sizes: int) -> None:
         super().__init__({name: Mesh(size) for name, size in sizes.items()})
         self.mesh_dim_names = tuple(sizes)
+
+
+class RankMesh(Mesh):
+    """The mesh axis of a real group, such as a thread's in run_ranks."""
+
+    def __init__(self, group: longspan.Group) -> None:
+        super().__init__(group.size(), group.rank())
+        self.group = group
+
+
+class RankDeviceMesh(DeviceMesh):
+    """A device mesh whose axis `cp` is a real group."""
+
+    def __init__(self, group: longspan.Group) -> None:
+        super().__init__(cp=1)
+        self["cp"] = RankMesh(group)
 
 
 class NamelessMesh:

@@ -384,16 +384,6 @@ def test_an_error_of_the_models_own_function_leaves_the_batch():
 # The real context.
 
 
-def test_the_context_is_built_but_entering_it_comes_later():
-    batch = row_batch()
-    factory, _ = make(DeviceMesh(cp=2), batch)
-    with (
-        pytest.raises(NotImplementedError, match="attention over ranks"),
-        factory(),
-    ):
-        pass
-
-
 def test_context_construction_checks_its_arguments():
     create = cp_utils.create_context_parallel_ctx
     a, b = torch.ones(1, 4), torch.ones(1, 4)

@@ -264,8 +264,28 @@ def test_gathers_are_the_same_object_when_off(group_of):
     group_of(2, 0)
     assert gather(None, dim=0, cp_group="group") is None
     for function in (gather, dsv4.dsv4_cp_all_gather):
-        with pytest.raises(NotImplementedError, match="attention over ranks"):
+        with pytest.raises(ValueError, match="no process group named 'group'"):
             function(tensor, dim=0, cp_group="group")
+
+
+def test_gathers_go_through_what_users_put_in_place_of_torchs(group_of, monkeypatch):
+    group_of(2, 0)
+
+    def activations(tensor, *, group):
+        return [tensor, tensor * 2]
+
+    def metadata(parts, tensor, *, group):
+        for rank, part in enumerate(parts):
+            part.copy_(tensor if rank == 0 else ~tensor)
+
+    monkeypatch.setattr(torch.distributed.nn.functional, "all_gather", activations)
+    monkeypatch.setattr(torch.distributed, "all_gather", metadata)
+    out = dsv4.dsv4_cp_all_gather(torch.ones(1, 2), dim=1, cp_group="group")
+    assert out.tolist() == [[1, 1, 2, 2]]
+    pads = torch.tensor([[True, False]])
+    out = dsv4.dsv4_cp_all_gather_metadata(pads, dim=1, cp_group="group")
+    assert out.tolist() == [[True, False, False, True]]
+    assert build(padding_mask=pads)[0, 0, 1].eq(0).tolist() == [False, True, False, False]
 
 
 # The dense mask.
@@ -310,7 +330,7 @@ def test_dense_mask_gives_flat_positions_a_row():
 def test_dense_mask_needs_ranks_only_for_the_pads(group_of):
     group_of(2, 0)
     assert build().shape == (1, 1, 2, 4)
-    with pytest.raises(NotImplementedError, match="attention over ranks"):
+    with pytest.raises(ValueError, match="no process group named 'group'"):
         build(padding_mask=torch.zeros(1, 2).bool())
 
 

@@ -225,8 +225,23 @@ def test_gather_is_the_same_object_when_off(monkeypatch):
     tensor = torch.ones(2)
     assert glm.glm_dsa_cp_all_gather(tensor, dim=0, cp_group="group") is tensor
     monkeypatch.setattr(glm, "glm_dsa_cp_enabled", lambda group: True)
-    with pytest.raises(NotImplementedError, match="attention over ranks"):
+    with pytest.raises(ValueError, match="no process group named 'group'"):
         glm.glm_dsa_cp_all_gather(tensor, dim=0, cp_group="group")
+
+
+def test_gather_goes_through_torchs_function_when_users_replace_it(monkeypatch):
+    calls = []
+
+    def replaced(tensor, **keywords):
+        calls.append((tensor.is_contiguous(), keywords))
+        return (tensor, tensor + 10)
+
+    monkeypatch.setattr(torch.distributed.nn.functional, "all_gather", replaced)
+    monkeypatch.setattr(glm, "glm_dsa_cp_enabled", lambda group: True)
+    tensor = torch.arange(4).view(2, 2).t()
+    out = glm.glm_dsa_cp_all_gather(tensor, dim=-1, cp_group="group")
+    assert out.tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
+    assert calls == [(True, {"group": "group"})]
 
 
 # Windows.

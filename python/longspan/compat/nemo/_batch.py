@@ -84,8 +84,9 @@ def cp_rank(who: str, mesh: Any, dist: Any, *, ask_mesh: bool) -> int:
     module asks it too; else the rank is 0.
     """
     rank = 0
-    if initialized(dist):
-        rank = int(dist.get_rank(group=mesh.get_group()))
+    group = mesh.get_group()
+    if isinstance(group, _C.Group) or initialized(dist):
+        rank = rank_in(group, dist)
     elif ask_mesh and hasattr(mesh, "get_local_rank"):
         rank = int(mesh.get_local_rank())
     return check_rank(who, rank, mesh_size(mesh))
@@ -103,7 +104,19 @@ def check_rank(who: str, rank: int, ranks: int) -> int:
 
 def cp_enabled(group: Any, dist: Any) -> bool:
     """The one rule for "there is someone to talk to"."""
-    return group is not None and initialized(dist) and int(dist.get_world_size(group=group)) > 1
+    if isinstance(group, _C.Group):
+        return group.size() > 1
+    return group is not None and initialized(dist) and size_of(group, dist) > 1
+
+
+def rank_in(group: Any, dist: Any) -> int:
+    """This process in a group of ours or of torch."""
+    return group.rank() if isinstance(group, _C.Group) else int(dist.get_rank(group=group))
+
+
+def size_of(group: Any, dist: Any) -> int:
+    """Ranks in a group of ours or of torch."""
+    return group.size() if isinstance(group, _C.Group) else int(dist.get_world_size(group=group))
 
 
 # Checks.

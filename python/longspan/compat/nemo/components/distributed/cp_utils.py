@@ -11,6 +11,7 @@ import torch.distributed
 import torch.distributed.tensor.parallel
 from torch import Tensor, nn
 
+import longspan
 from longspan.compat.nemo._batch import (
     Batch,
     Mesh,
@@ -23,6 +24,7 @@ from longspan.compat.nemo._batch import (
     pads_of_attention_mask,
     positions_into,
     primary_of,
+    rank_in,
     required,
     shape_of,
     submesh,
@@ -31,6 +33,8 @@ from longspan.compat.nemo._batch import (
 )
 from longspan.compat.nemo._context import TokenShardContext
 from longspan.compat.nemo._edge import public
+from longspan.compat.nemo._gather import gather
+from longspan.compat.nemo._ranks import STRATEGIES, attach, group_of, inside
 from longspan.compat.nemo._stream import streams_of
 from longspan.compat.nemo._strict import is_strict
 from longspan.compat.nemo._te import (
@@ -62,8 +66,6 @@ _PAD_VALUES = {
     "loss_mask": 0,
     "padding_mask": True,
 }
-
-_ROTATE_METHODS = ("allgather", "alltoall")
 
 
 @public
@@ -101,10 +103,20 @@ def attach_context_parallel_hooks(model: nn.Module) -> None:
             )
 
 
+@public
 def attach_cp_sdpa_hooks(model: nn.Module, cp_mesh: Mesh) -> None:
-    """Routes the attention of compiled layers through the ring."""
-    if mesh_size(cp_mesh) > 1:
-        raise NotImplementedError("attach_cp_sdpa_hooks: comes with attention over ranks")
+    """Runs the attention of every `self_attn` over the ranks, compiled or not.
+
+    Inside a context the context's own layout and pads hold. Elsewhere inputs are
+    head-tail shards, causal. Attaching again replaces the mesh.
+    """
+    if mesh_size(cp_mesh) <= 1:
+        return
+    group = group_of("attach_cp_sdpa_hooks", cp_mesh)
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            # Inside an activation checkpoint, so that recomputation is covered too.
+            attach(getattr(module, "_checkpoint_wrapped_module", module), group)
 
 
 @public
@@ -115,9 +127,10 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: set[Tensor],
     cp_rotate_method: str | None = None,
 ) -> contextlib.AbstractContextManager[Any]:
-    """The context in which buffers are head-tail shards and attention is a ring.
+    """The context in which buffers are head-tail shards and attention is over ranks.
 
-    Building checks the arguments; entering comes with attention over ranks.
+    Entering turns the very tensor objects into shards. Leaving, also by an error,
+    gives all but `cp_no_restore_buffers` their full tokens back.
     """
     who = "create_context_parallel_ctx"
     buffers = [] if cp_buffers is None else list(cp_buffers)
@@ -137,32 +150,55 @@ def create_context_parallel_ctx(
                 f"{who}: cp_no_restore_buffers holds a tensor that is not one of "
                 "the buffers; pass the very same objects"
             )
-    if cp_rotate_method is not None and cp_rotate_method not in _ROTATE_METHODS:
+    if cp_rotate_method not in STRATEGIES:
         raise NotImplementedError(
             f"{who}: rotate method {cp_rotate_method!r}; there are "
-            f"{' and '.join(map(repr, _ROTATE_METHODS))}"
+            f"{' and '.join(repr(name) for name in STRATEGIES if name)}"
         )
-    return TokenShardContext(cp_mesh, buffers, dims, set(kept_local), cp_rotate_method, "head-tail")
+    return TokenShardContext(
+        who, cp_mesh, buffers, dims, set(kept_local), cp_rotate_method, "head-tail"
+    )
 
 
 @public
 def gather_cp_seq(
     cp_mesh: Mesh, tensors: Sequence[Tensor], seq_dim: int, orig_len: int
 ) -> list[Tensor]:
-    """Contiguous shards back to full length, trimmed to `orig_len` tokens."""
+    """Shards back to full length, trimmed to `orig_len` tokens, without gradient.
+
+    Inside a context shards are in its layout, elsewhere contiguous.
+    """
     who = "gather_cp_seq"
-    if mesh_size(cp_mesh) > 1:
-        raise NotImplementedError(f"{who}: comes with attention over ranks")
     orig_len = integer(who, "orig_len", orig_len)
-    whole = []
+    ranks = max(mesh_size(cp_mesh), 1)
+    locals_ = []
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         axis = check_axis(who, tensor_at(who, "tensors", local), seq_dim)
-        if not 0 <= orig_len <= local.shape[axis]:
+        if not 0 <= orig_len <= ranks * local.shape[axis]:
             raise ValueError(
                 f"{who}: cannot keep {orig_len} tokens of {shape_of(local)} on axis {axis}"
+                + (f" and {ranks} ranks" if ranks > 1 else "")
             )
-        whole.append(local.detach().narrow(axis, 0, orig_len).contiguous())
+        locals_.append((local.detach(), axis))
+    context = inside() if ranks > 1 else None
+    order = None
+    if context is not None and context.head_tail:
+        for local, axis in locals_:
+            if local.shape[axis] != context.local_tokens:
+                raise ValueError(
+                    f"{who}: {shape_of(local)} has {local.shape[axis]} tokens on axis {axis}, "
+                    f"but shards of the context have {context.local_tokens}"
+                )
+        owned = [context.ownership.tokens_of(rank) for rank in range(ranks)]
+        order = torch.cat(owned).argsort()
+    whole = []
+    group = group_of(who, cp_mesh) if ranks > 1 else longspan.Group()
+    for local, axis in locals_:
+        full = gather(who, local, axis, group)
+        if order is not None:
+            full = full.index_select(axis, order.to(full.device))
+        whole.append(full.narrow(axis, 0, orig_len).contiguous())
     return whole
 
 
@@ -210,6 +246,11 @@ def make_cp_batch_and_ctx(
     rank, or to the head-tail path, which pads to a multiple of twice the ranks.
     The head-tail and TE paths return a loss mask as `batch["loss_mask"]`; with one
     rank and without TE the batch stays as it is, and the caller's mask fits it.
+
+    The head-tail batch is sharded when the factory's context is entered: its tensors
+    become shards in place. An entry that requires gradients is replaced in the
+    returned batch by its differentiable share, so read the batch inside the context.
+    Attention there hides the batch's pads.
     """
     cp_mesh = submesh(device_mesh, "cp")
     tp_mesh = submesh(device_mesh, "tp")
@@ -292,6 +333,9 @@ def _make_head_tail_batch(
         },
         cp_rotate_method="allgather",
     )
+    if isinstance(cp_ctx, TokenShardContext) and not strict:
+        cp_ctx.hide(batch.get("padding_mask"), length=length)
+        cp_ctx.replace_in(batch)
     return get_train_context(False, False, cp_ctx)
 
 
@@ -333,7 +377,7 @@ def make_cp_batch_for_te(
 
 
 def _te_rank(who: str, cp_mesh: Mesh) -> int:
-    rank = int(torch.distributed.get_rank(group=cp_mesh.get_group()))
+    rank = rank_in(cp_mesh.get_group(), torch.distributed)
     return check_rank(who, rank, mesh_size(cp_mesh))
 
 
@@ -375,7 +419,8 @@ def make_target_cp_ctx(
     """For a frozen target model: (context, ids, positions, original length).
 
     Both tensors are new, padded with 0 to a multiple of the ranks; the context
-    shards them contiguously. Entering it comes with attention over ranks.
+    shards them contiguously and, outside of strict, hides those pads. It knows no
+    others unless told: `context.hide(padding_mask)` before entering.
     """
     who = "make_target_cp_ctx"
     tensor_at(who, "input_ids", input_ids)
@@ -397,6 +442,8 @@ def make_target_cp_ctx(
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = positions.clone(memory_format=torch.contiguous_format)
     context = TokenShardContext(
-        cp_mesh, [ids, positions], [1, 1], {ids, positions}, None, "contiguous"
+        who, cp_mesh, [ids, positions], [1, 1], {ids, positions}, None, "contiguous"
     )
+    if not is_strict():
+        context.hide(length=length)
     return context, ids, positions, length

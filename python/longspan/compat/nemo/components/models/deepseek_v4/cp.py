@@ -27,12 +27,15 @@ from longspan.compat.nemo._batch import (
     pad_axis,
     positions_into,
     primary_of,
+    rank_in,
     shape_of,
     share_rows,
+    size_of,
     tensor_at,
     unchanged_on_error,
 )
 from longspan.compat.nemo._edge import public
+from longspan.compat.nemo._gather import gather_activations, gather_metadata
 
 __all__ = [
     "build_dsv4_cp_causal_padding_mask",
@@ -72,28 +75,31 @@ def dsv4_cp_enabled(cp_group: Any) -> bool:
 
 def dsv4_cp_rank(cp_group: Any) -> int:
     """This process in the group; 0 when CP is off."""
-    return int(dist.get_rank(group=cp_group)) if dsv4_cp_enabled(cp_group) else 0
+    return rank_in(cp_group, dist) if dsv4_cp_enabled(cp_group) else 0
 
 
 def dsv4_cp_size(cp_group: Any) -> int:
     """Ranks in the group; 1 when CP is off."""
-    if not dsv4_cp_enabled(cp_group):
-        return 1
-    return int(dist.get_world_size(group=cp_group))
+    return size_of(cp_group, dist) if dsv4_cp_enabled(cp_group) else 1
 
 
+@public
 def dsv4_cp_all_gather(tensor: Tensor, *, dim: int, cp_group: Any) -> Tensor:
-    """All ranks' tensors on `dim`; the same object when CP is off."""
+    """All ranks' tensors on `dim`; the same object when CP is off.
+
+    Backward gives each rank the sum over all ranks of its part's gradient.
+    """
     if not dsv4_cp_enabled(cp_group):
         return tensor
-    raise NotImplementedError("dsv4_cp_all_gather: comes with attention over ranks")
+    return gather_activations("dsv4_cp_all_gather", tensor, dim, cp_group)
 
 
+@public
 def dsv4_cp_all_gather_metadata(tensor: Tensor | None, *, dim: int, cp_group: Any) -> Tensor | None:
     """The same for masks and ids, without gradient; None stays None."""
     if tensor is None or not dsv4_cp_enabled(cp_group):
         return tensor
-    raise NotImplementedError("dsv4_cp_all_gather_metadata: comes with attention over ranks")
+    return gather_metadata("dsv4_cp_all_gather_metadata", tensor, dim, cp_group, dist)
 
 
 @public

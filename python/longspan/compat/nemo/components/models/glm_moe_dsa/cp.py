@@ -24,6 +24,7 @@ from longspan.compat.nemo._batch import (
     tensor_at,
 )
 from longspan.compat.nemo._edge import public
+from longspan.compat.nemo._gather import gather_activations
 from longspan.compat.nemo._strict import is_strict
 from longspan.compat.nemo._te import offsets_on_host, padding_of_offsets
 from longspan.compat.nemo.components.distributed.thd_utils import (
@@ -44,11 +45,15 @@ def glm_dsa_cp_enabled(cp_group: Any) -> bool:
     return cp_enabled(cp_group, dist)
 
 
+@public
 def glm_dsa_cp_all_gather(tensor: Tensor, *, dim: int, cp_group: Any) -> Tensor:
-    """All ranks' tensors on `dim`; the same object when CP is off."""
+    """All ranks' tensors on `dim`; the same object when CP is off.
+
+    Backward gives each rank the sum over all ranks of its part's gradient.
+    """
     if not glm_dsa_cp_enabled(cp_group):
         return tensor
-    raise NotImplementedError("glm_dsa_cp_all_gather: comes with attention over ranks")
+    return gather_activations("glm_dsa_cp_all_gather", tensor, dim, cp_group)
 
 
 def _ownership(total_tokens: int, cp_size: int, cp_rank: int) -> _C.Ownership:

@@ -1,0 +1,314 @@
+"""Torch's attention, sent to `longspan.attend` over the ranks of a group.
+
+A `TorchFunctionMode` does it: it holds for this thread and for backward passes
+started in it, nests, ends with its block whatever happens, and torch.compile
+traces it without a graph break. No function of torch is replaced.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import longspan
+from longspan import _C
+from longspan.compat.nemo._batch import mesh_size, shape_of
+from longspan.group import Group
+
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_WHO = "scaled_dot_product_attention"
+
+#: What torch calls its ways to rotate keys and values.
+STRATEGIES = {"allgather": "gathered", "alltoall": "ring", None: "ring"}
+
+
+def group_of(who: str, mesh: Any) -> Group:
+    """The ranks of a mesh."""
+    group = Group.of(mesh.get_group())
+    if group.size() != mesh_size(mesh):
+        raise ValueError(
+            f"{who}: the mesh has {mesh_size(mesh)} ranks but its group {group.size()}; "
+            "build the mesh over that group"
+        )
+    return group
+
+
+class AttentionOverRanks(TorchFunctionMode):
+    """While entered, `F.scaled_dot_product_attention` runs over the ranks."""
+
+    def __init__(self, group: Group, strategy: str) -> None:
+        super().__init__()
+        self.group = group
+        self.strategy = strategy
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _SDPA:
+            return self._attend(*args, **(kwargs or {}))
+        # Torch switches the mode off while these run, but what they call may attend:
+        # activation checkpoints recompute in backward.
+        if func in _BACKWARD:
+            with self:
+                return _unasked(func)(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            self._check_other(args[0] if args else (kwargs or {})["query"])
+        return func(*args, **(kwargs or {}))
+
+    def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+        """Whether the call is about the tokens that are cut over the ranks."""
+        raise NotImplementedError
+
+    def layout(self, query: Tensor, is_causal: bool) -> Tensor:
+        """What `attend` takes."""
+        raise NotImplementedError
+
+    def _check_other(self, query: Tensor) -> None:
+        raise NotImplementedError
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not self.is_local(query, key, is_causal):
+            return _SDPA(
+                query, key, value, attn_mask, dropout_p, is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+        if attn_mask is not None:
+            raise NotImplementedError(
+                f"{_WHO}: attn_mask is {shape_of(attn_mask)}, but a mask of local tokens cannot "
+                "say who sees whom on other ranks; pass None with is_causal=True "
+                "(attach_context_parallel_hooks does); pads go into the batch's padding_mask"
+            )
+        if dropout_p != 0.0:
+            raise NotImplementedError(
+                f"{_WHO}: dropout_p is {dropout_p}; attention over ranks has no dropout, "
+                "set the model's attention dropout to 0"
+            )
+        if query.dim() not in (3, 4) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ValueError(
+                f"{_WHO}: `query` is {shape_of(query)} and `key` {shape_of(key)}; over ranks "
+                "they are [rows, heads, tokens, width] or [rows, tokens, width]"
+            )
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"{_WHO}: {query.shape[-2]} queries but {key.shape[-2]} keys; over ranks "
+                "both are the local tokens"
+            )
+        if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{_WHO}: {query.shape[1]} query heads but {key.shape[1]} key heads; "
+                "pass enable_gqa=True"
+            )
+        layout = self.layout(query, is_causal)
+        if query.dim() == 3:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            return self._over_ranks(query, key, value, layout, scale).squeeze(1)
+        return self._over_ranks(query, key, value, layout, scale)
+
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Tensor, scale: float | None
+    ) -> Tensor:
+        out = longspan.attend(
+            query, key, value,
+            layout=layout, group=self.group, strategy=self.strategy, scale=scale,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
+
+class AttentionInContext(AttentionOverRanks):
+    """Attention of the tokens that a context has cut.
+
+    Calls of other lengths are not about them. In the head-tail layout, whose own
+    calls are causal, those without `is_causal` (a vision tower) go to torch; a
+    causal one, or one with only one side of the local length, is refused.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        strategy: str,
+        ownership: _C.Ownership,
+        hidden: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        super().__init__(group, strategy)
+        self.ownership = ownership
+        self.head_tail = ownership.kind == "head-tail"
+        self.local_tokens = ownership.local_tokens(group.rank())
+        self.rows = len(hidden)
+        packing = _C.Packing.single(ownership.tokens)
+        # Both are made here: compiled code takes them as they are.
+        self.causal = _layout(ownership, _C.Mask.causal(packing), hidden)
+        self.full = None
+        if not self.head_tail:
+            self.full = _layout(ownership, _C.Mask.full(packing), hidden)
+
+    def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+        lengths = (query.shape[-2], key.shape[-2])
+        if lengths == (self.local_tokens, self.local_tokens):
+            return True
+        if is_causal or self.local_tokens in lengths or not self.head_tail:
+            raise ValueError(
+                f"{_WHO}: {lengths[0]} queries and {lengths[1]} keys inside a context whose "
+                f"ranks hold {self.local_tokens} tokens each; pass the context's shards, or "
+                "leave the context for attention to anything else"
+            )
+        return False
+
+    def layout(self, query: Tensor, is_causal: bool) -> Tensor:
+        if self.rows > 1 and query.shape[0] != self.rows:
+            raise ValueError(
+                f"{_WHO}: {query.shape[0]} rows inside a context that knows the pads of "
+                f"{self.rows}; pass all rows of the batch"
+            )
+        if is_causal:
+            return self.causal
+        if self.full is None:
+            raise ValueError(f"{_WHO}: Load balancing requires is_causal=True")
+        return self.full
+
+    def _check_other(self, query: Tensor) -> None:
+        if query.shape[0] == self.local_tokens:
+            _refuse_multi_head(query)
+
+
+class AttentionOfShards(AttentionOverRanks):
+    """Causal attention of head-tail shards of whatever length they come in."""
+
+    def __init__(self, group: Group, words: int) -> None:
+        super().__init__(group, "ring")
+        self.words = words
+
+    def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+        return True
+
+    def layout(self, query: Tensor, is_causal: bool) -> Tensor:
+        if not is_causal:
+            raise ValueError(f"{_WHO}: Load balancing requires is_causal=True")
+        tokens = query.shape[-2] * self.group.size()
+        layout: Tensor = _causal_head_tail(tokens, self.group.size(), self.words)
+        return layout
+
+    def _check_other(self, query: Tensor) -> None:
+        _refuse_multi_head(query)
+
+
+def _unasked(function: Any) -> Any:
+    """A function of torch that does not ask first whether a mode wants to handle it."""
+    names = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _refuse_multi_head(query: Tensor) -> None:
+    raise NotImplementedError(
+        f"multi_head_attention_forward: {query.shape[0]} local tokens would see their own rank "
+        f"only; use a module that calls F.{_WHO}"
+    )
+
+
+def _layout(
+    ownership: _C.Ownership, mask: _C.Mask, hidden: Sequence[Sequence[tuple[int, int]]]
+) -> Tensor:
+    masks = [mask.with_hidden(list(ranges)) if ranges else mask for ranges in hidden]
+    return longspan.attention_layout(ownership, masks or mask)
+
+
+# An operator, so that compiled code makes it for any length. Its size depends on
+# neither length nor ranks.
+@torch.library.custom_op("longspan_nemo::causal_head_tail", mutates_args=())
+def _causal_head_tail(tokens: int, ranks: int, words: int) -> Tensor:
+    return longspan.attention_layout(_C.Ownership.head_tail(tokens, ranks))
+
+
+@_causal_head_tail.register_fake
+def _(tokens: int, ranks: int, words: int) -> Tensor:
+    return torch.empty(words, dtype=torch.int64)
+
+
+def inside() -> AttentionInContext | None:
+    """The innermost context that this thread is in."""
+    for at in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(at)
+        if isinstance(mode, AttentionInContext):
+            return mode
+    return None
+
+
+def leave(mode: AttentionOverRanks) -> None:
+    """Ends a mode also if blocks end in another order, or in another thread."""
+    above = []
+    while torch._C._len_torch_function_stack() > 0:
+        top = torch._C._pop_torch_function_stack()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_function_stack(other)
+
+
+# Modules whose attention runs over ranks by itself.
+
+_HELD = "_longspan_ranks"
+_OWN = "_longspan_own_forward"  # if one stood in place of its class's
+
+
+class _Held:
+    """What a module remembers; copies of the module share it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.words = longspan.attention_layout(
+            _C.Ownership.head_tail(2 * group.size(), group.size())
+        ).numel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
+def attach(module: nn.Module, group: Group) -> None:
+    """From now on attention inside the module's forward runs over `group`: with the
+    layout of the context that it is called in, or as causal head-tail shards."""
+    if _HELD not in module.__dict__:
+        module.__dict__[_OWN] = module.__dict__.get("forward")
+        module.__dict__["forward"] = types.MethodType(_forward_over_ranks, module)
+    module.__dict__[_HELD] = _Held(group)
+
+
+def _forward_over_ranks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if inside() is not None:
+        return _own_forward(module, args, kwargs)
+    held = module.__dict__[_HELD]
+    with AttentionOfShards(held.group, held.words):
+        return _own_forward(module, args, kwargs)
+
+
+def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    own = module.__dict__[_OWN]
+    if own is not None:
+        return own(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
