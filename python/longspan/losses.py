@@ -22,4 +22,5 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     ranks = _ALONE if group is None else Group.of(group)
     if not isinstance(count, torch.Tensor):
         count = torch.tensor(count, device=sum.device)
-    return torch.ops.longspan.reduce_loss(sum, count, ranks.name)
+    mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)
+    return mean

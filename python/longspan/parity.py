@@ -16,8 +16,9 @@ from longspan.batch import LocalBatch, shard, unshard
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
 
-#: How a model runs on a share: the loss of the share's tokens over the count of
-#: all of them (None without labels), and one output for each token.
+#: How a model runs on a share: the loss (None without labels), and one output for
+#: each token. The loss is the mean over the tokens of all ranks, the same on every
+#: rank, as `reduce_loss` makes it; or each rank's part of that mean.
 Run = Callable[[nn.Module, LocalBatch, Group], tuple[Tensor | None, Tensor]]
 
 
@@ -96,8 +97,9 @@ def check_parity(
     def compared(name: str, got: Tensor, expected: Tensor) -> Difference:
         got, expected = got.detach(), expected.detach()
         eps = max(torch.finfo(expected.dtype).eps, coarsest)
-        size = float(expected.double().norm())
-        error = float((got.double() - expected.double()).norm())
+        # An infinity is no difference to itself: logits of banned tokens are -inf.
+        size = float(expected[expected.isfinite()].double().norm())
+        error = float(torch.where(got == expected, 0, got.double() - expected.double()).norm())
         return Difference(
             name, error / size if size else error, 64 * eps if tolerance is None else tolerance
         )
@@ -112,13 +114,11 @@ def check_parity(
         }
     with _own_gradients(model):
         local_loss, local_logits = run(model, share, ranks)
-        found = []
+        got = unshard(local_logits.detach(), share, group=ranks)
+        found = [compared("logits", got, expected_logits)]
         if local_loss is not None and loss is not None:
             local_loss.backward()  # type: ignore[no-untyped-call]
-            found.append(compared("loss", _summed(local_loss, ranks), loss))
-        got = unshard(local_logits.detach(), share, group=ranks)
-        found.append(compared("logits", got, expected_logits))
-        if loss is not None:
+            found.append(compared("loss", _mean_loss(local_loss, ranks), loss))
             for name, parameter in _trained(model):
                 grad = parameter.grad
                 mine = torch.zeros_like(parameter) if grad is None else grad
@@ -183,11 +183,14 @@ def leak_probe(
     for document in sorted(set(ids.flatten().tolist()) - {0})[:documents]:
         inside = (ids == document).to(inputs.device)
         if key == "input_ids":
-            largest = int(inputs.max())
-            changed = torch.where(inside, (inputs + 1) % (largest + 1), inputs)
+            # Two at least: one id alone would change into itself.
+            vocabulary = max(int(inputs.max()) + 1, 2)
+            changed = torch.where(inside, (inputs + 1) % vocabulary, inputs)
         else:
             changed = torch.where(inside.unsqueeze(-1), -inputs, inputs)
-        moved = (outputs(changed) - before).abs().flatten(2).amax(-1)
+        after = outputs(changed)
+        moved = torch.where(after == before, 0, (after - before).abs())
+        moved = moved.reshape(*ids.shape, -1).amax(-1)
         others = moved.cpu().masked_fill((ids == document) | (ids == 0), 0)
         for row, token in (others != 0).nonzero().tolist():
             leaks.append(
@@ -203,12 +206,27 @@ def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tenso
     packings = whole.layout.packings
     made = [_C.document_ids(packing) for packing in packings]
     if len(made) == 1 and whole.layout.form == "stream":
-        return unshard([made[0]], whole)
-    rows, used = [], 0
-    for ids in made:
-        rows.append(torch.where(ids > 0, ids + used, ids))
-        used += int(ids.max()) if ids.numel() else 0
-    return unshard([torch.stack(rows)], whole)
+        ids = unshard([made[0]], whole)
+    else:
+        rows, used = [], 0
+        for row in made:
+            rows.append(torch.where(row > 0, row + used, row))
+            used += int(row.max()) if row.numel() else 0
+        ids = unshard([torch.stack(rows)], whole)
+    positions = batch.get("position_ids")
+    said = any(batch.get(key) is not None for key in ("seq_lens", "cu_seqlens"))
+    if said or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return ids
+    return _cut_at_restarts(ids, positions.cpu().expand_as(ids))
+
+
+def _cut_at_restarts(ids: Tensor, positions: Tensor) -> Tensor:
+    """The same documents, cut where positions do not go on."""
+    begins = ids != 0
+    goes_on = (ids[:, 1:] == ids[:, :-1]) & (positions[:, 1:] > positions[:, :-1])
+    begins[:, 1:] &= ~goes_on
+    numbers = begins.flatten().cumsum(0).view_as(ids)
+    return torch.where(ids != 0, numbers, 0)
 
 
 def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,14 +243,22 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _summed(value: Tensor, group: Group) -> Tensor:
-    """The sum over the group, in rank order."""
-    if group.size() == 1:
-        return value.detach()
-    stacked = all_gather_tokens(
+def _stacked(value: Tensor, group: Group) -> Tensor:
+    """The values of all ranks, in rank order."""
+    return all_gather_tokens(
         value.detach().unsqueeze(0), axis=0, sizes=[1] * group.size(), group=group
     )
-    return stacked.sum(0)
+
+
+def _summed(value: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in rank order."""
+    return value.detach() if group.size() == 1 else _stacked(value, group).sum(0)
+
+
+def _mean_loss(loss: Tensor, group: Group) -> Tensor:
+    """The mean that every rank has, or else the sum of the parts that they have."""
+    losses = _stacked(loss, group)
+    return losses[0] if bool((losses == losses[0]).all()) else losses.sum(0)
 
 
 @contextmanager

@@ -77,6 +77,38 @@ def test_two_runs_at_once():
     assert results == [[[2] * 20, [0] * 20, [1] * 20]] * 2
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the constructor of _C.Group registers its instance without the GIL"
+)
+def test_groups_are_made_on_many_threads_at_once():
+    """In a process of its own: what goes wrong ends the process."""
+    made = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            """
+import threading
+from longspan import Group
+
+def make():
+    for _ in range(20000):
+        kept = [Group() for _ in range(4)]
+
+threads = [threading.Thread(target=make) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("done")
+""",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.stdout == "done\n", made.stderr[-500:]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_are_those_of_the_whole_sequence(ranks):
     sizes = [1 + rank for rank in range(ranks)]
