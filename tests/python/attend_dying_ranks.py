@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def stop(gradient: torch.Tensor | None = None) -> None:
-    say("waiting")
+    say(f"waiting in {stops_in}")
     time.sleep(600)
 
 
@@ -43,7 +43,6 @@ try:
     more = longspan.attend(out, k, v, **options)
     if is_victim and stops_in == "backward":
         out.register_hook(stop)
-    say("waiting")
     more.sum().backward()
 except RuntimeError as error:
     say(f"lost after {time.monotonic() - start:.1f} s: {error}")

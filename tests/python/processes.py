@@ -33,7 +33,7 @@ def start_ranks(script: str, ranks: int, *arguments: str) -> list[subprocess.Pop
     ]
 
 
-def outputs_of(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[str]:
+def outputs_of(processes: list[subprocess.Popen[str]], timeout: float = 240) -> list[str]:
     """What every rank wrote; none is left running."""
     try:
         return [process.communicate(timeout=timeout)[0] for process in processes]

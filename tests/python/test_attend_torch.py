@@ -501,3 +501,76 @@ def test_every_run_gives_the_same_bits_on_any_number_of_threads(
     for answers in run_ranks(2, body):
         for other in answers[1:]:
             assert_same(other, answers[0])
+
+
+@each_strategy
+def test_no_result_depends_on_memory_that_nobody_wrote(strategy: str) -> None:
+    """Under this flag torch fills new memory with NaN."""
+
+    def body(group: Group) -> list[torch.Tensor]:
+        return Share(group).answer(strategy)
+
+    expected = run_ranks(2, body)
+    torch.use_deterministic_algorithms(True)
+    try:
+        filled = run_ranks(2, body)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(filled, expected, strict=True):
+        assert_same(a, b)
+
+
+# ---- Other ways to differentiate, and to leave Python.
+
+
+def test_derivatives_check() -> None:
+    share = Share(Group(), dtype=torch.float64)
+    assert torch.autograd.gradcheck(share.attend, share.inputs)
+
+
+def test_saved_tensors_may_be_moved_away() -> None:
+    def body(group: Group) -> None:
+        share = Share(group)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 1):
+            out = share.attend(*share.inputs)
+        grads = torch.autograd.grad(out, share.inputs, share.dout)
+        assert_same([out, *grads], share.answer())
+
+    run_ranks(2, body)
+
+
+def test_functorch_and_forward_mode_are_refused_not_wrong() -> None:
+    share = Share(Group())
+    q, k, v = (t.detach() for t in share.inputs[:3])
+
+    def total(q: torch.Tensor) -> torch.Tensor:
+        return ops.attend(q, k, v, None, share.layout, 0.4, 0.0, "ring", 0, "")[0].sum()
+
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(total)(q)
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="jvp is not implemented"),
+    ):
+        total(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+def test_an_exported_program_takes_other_lengths_and_layouts() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                    layout: torch.Tensor) -> torch.Tensor:  # fmt: skip
+            out = longspan.attend(q * 2, k, v, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    share = Share(Group())
+    tokens, numbers = torch.export.Dim("tokens", max=640), torch.export.Dim("numbers", max=6400)
+    exported = torch.export.export(
+        Attention(),
+        (share.q, share.k, share.v, share.layout),
+        dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}, {0: numbers}),
+    )
+    packing = Packing.of([1, 0, 13, 28])
+    other = Share(Group(), tokens=packing.tokens, mask=Mask.causal(packing))
+    arguments = (other.q, other.k, other.v, other.layout)
+    assert torch.equal(exported.module()(*arguments), Attention()(*arguments))

@@ -94,7 +94,7 @@ def calls(ranks: int, names: Iterable[str] = MASKS) -> list[Call]:
         for owners_name, owners in ownerships(ranks).items()
         for name in names
         for strategy, head_ranks in strategies(ranks)
-        for rows in (2, 0)
+        for rows in ((2, 0) if name == "documents" else (2,))
     ]
 
 
