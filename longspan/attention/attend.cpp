@@ -23,6 +23,8 @@ Tensors2 attend_meta(const at::Tensor& q, const at::Tensor& k,
                      const std::string& /*strategy*/, int64_t /*head_ranks*/,
                      const std::string& /*group*/) {
   check_attend(q, k, v, sink, scale, softcap);
+  check(q.is_meta(), "attend: `layout` is on meta, which holds no values; ",
+        "keep what attention_layout made on the CPU");
   auto sizes = q.sym_sizes().vec();
   const auto options = q.options().dtype(accumulation_type(q.scalar_type()));
   const auto without_channels =

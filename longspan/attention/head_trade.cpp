@@ -50,7 +50,8 @@ std::vector<at::Tensor> HeadTrade::to_heads(const std::vector<Part>& parts,
     receives.push_back({plan_.first_of_team() + m,
                         at::empty({expected}, parts[0].tensor.options())});
   }
-  Transfer transfer = start_exchange(group_, sends, receives, purpose);
+  Transfer transfer =
+      start_exchange(group_, sends, receives, purpose, plan_.fingerprint());
   int64_t all = 0;
   for (int64_t held : tokens) all += held;
   for (const Part& part : parts) {
@@ -114,7 +115,8 @@ std::vector<at::Tensor> HeadTrade::to_tokens(const std::vector<Part>& parts,
     }
     first += held;
   }
-  Transfer transfer = start_exchange(group_, sends, receives, purpose);
+  Transfer transfer =
+      start_exchange(group_, sends, receives, purpose, plan_.fingerprint());
   for (const Part& part : parts) {
     traded.push_back(at::zeros(
         {own, part.tensor.size(1), count(part.kind), part.tensor.size(3)},

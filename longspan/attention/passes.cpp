@@ -144,7 +144,8 @@ class Homecoming {
     transfer_ = start_exchange(
         group_, std::move(sends), coming_,
         join(plan_.strategy().to_string(),
-             " attention backward, gradients, hop ", i, " of ", plan_.hops()));
+             " attention backward, gradients, hop ", i, " of ", plan_.hops()),
+        plan_.fingerprint());
   }
 
   /// Adds what has come, in the order of the plan.

@@ -39,6 +39,8 @@ struct Call {
     heads = q.size(1);
     key_heads = k.size(1);
     const int64_t rows = q.dim() == 4 ? q.size(0) : 1;
+    check(head_ranks == static_cast<int>(head_ranks), "attend: head_ranks is ",
+          head_ranks, "; it must divide the ", group.size(), " ranks");
     plan = plan_for(layout, strategy, static_cast<int>(head_ranks), key_heads,
                     rows, group);
     const int64_t tokens = q.size(q.dim() == 4 ? 2 : 0);

@@ -52,8 +52,10 @@ int64_t bytes_of(const std::vector<Parcel>& parcels) {
 /// Hands out tags: the n-th parcel between two ranks has the n-th tag.
 class Tags {
  public:
-  Tags(int ranks, bool with_size)
-      : next_(static_cast<std::size_t>(ranks)), with_size_(with_size) {}
+  Tags(int ranks, bool with_size, uint64_t common)
+      : next_(static_cast<std::size_t>(ranks)),
+        with_size_(with_size),
+        common_(common) {}
 
   /// gloo ends the process when more arrives than was asked for, and says
   /// nothing about less. With the size in the tag such parcels never meet, and
@@ -62,7 +64,7 @@ class Tags {
     const int order = next_[static_cast<std::size_t>(parcel.peer)]++;
     if (!with_size_) return order;
     uint64_t bits = static_cast<uint64_t>(parcel.tensor.nbytes()) + kFirstTag;
-    bits = (bits * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(order);
+    bits = (bits * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(order) ^ common_;
     bits *= 0xd6e8feb86659fd93;
     return static_cast<int>(bits >> 33);
   }
@@ -70,6 +72,7 @@ class Tags {
  private:
   std::vector<int> next_;
   bool with_size_;
+  uint64_t common_;
 };
 
 }  // namespace
@@ -104,9 +107,9 @@ struct Transfer::State {
   }
 
   void post(const std::vector<Parcel>& sends,
-            const std::vector<Parcel>& receives) {
-    Tags send_tags(group.size(), route.is_gloo);
-    Tags receive_tags(group.size(), route.is_gloo);
+            const std::vector<Parcel>& receives, uint64_t common) {
+    Tags send_tags(group.size(), route.is_gloo, common);
+    Tags receive_tags(group.size(), route.is_gloo, common);
     const auto keep = [&](c10::intrusive_ptr<c10d::Work> work, int peer) {
       if (work.defined()) posted.push_back({std::move(work), peer});
     };
@@ -205,7 +208,8 @@ void Transfer::wait() {
 }
 
 Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
-                        std::vector<Parcel> receives, std::string purpose) {
+                        std::vector<Parcel> receives, std::string purpose,
+                        uint64_t common) {
   std::optional<at::Device> device;
   check_parcels(group, sends, "sends", purpose, device);
   check_parcels(group, receives, "receives", purpose, device);
@@ -223,7 +227,7 @@ Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
   Transfer::State& state = *transfer.state_;
   group.record()->sent_bytes += bytes_of(sends);
   if (state.route.through_host) state.stage(sends, receives);
-  state.post(sends, receives);
+  state.post(sends, receives, common);
   return transfer;
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -42,7 +43,7 @@ class Transfer {
 
  private:
   friend Transfer start_exchange(const Group&, std::vector<Parcel>,
-                                 std::vector<Parcel>, std::string);
+                                 std::vector<Parcel>, std::string, uint64_t);
   void drop() noexcept;
   struct State;
   std::unique_ptr<State> state_;
@@ -53,11 +54,14 @@ class Transfer {
 /// which both list them; empty ones are left out on both sides. Every rank of
 /// the group must call it in the same order (its lists may be empty). Over gloo
 /// parcels of unequal size never meet, so that both ranks lose their peer.
-/// `purpose` is for messages: "ring attention forward, hop 2 of 4".
+/// `purpose` is for messages: "ring attention forward, hop 2 of 4". `common` is
+/// a number that must be the same on both sides, such as the hash of a plan:
+/// over gloo parcels that differ in it never meet either.
 ///
 /// Tensors are on one device. Where the backend cannot move tensors of that
 /// device (CUDA over gloo), they go through copies in host memory.
 Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
-                        std::vector<Parcel> receives, std::string purpose);
+                        std::vector<Parcel> receives, std::string purpose,
+                        uint64_t common = 0);
 
 }  // namespace longspan

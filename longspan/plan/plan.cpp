@@ -141,6 +141,20 @@ std::string listed(const char* verb, const char* preposition,
   return text;
 }
 
+uint64_t fingerprint_of(const AttentionLayout& layout, const Strategy& strategy,
+                        int64_t rows) {
+  uint64_t bits = 0;
+  const auto add = [&](int64_t number) {
+    bits = (bits ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+    bits ^= bits >> 29;
+  };
+  for (int64_t number : layout.encode()) add(number);
+  add(static_cast<int64_t>(strategy.transport));
+  add(strategy.head_ranks);
+  add(rows);
+  return bits;
+}
+
 }  // namespace
 
 std::vector<TokenRange> parts_within(const std::vector<TokenRange>& held,
@@ -201,6 +215,7 @@ Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
   plan.rank_ = rank;
   plan.ranks_ = ranks;
   plan.rows_ = rows;
+  plan.fingerprint_ = fingerprint_of(layout, strategy, rows);
   const Teams teams(layout, strategy, rank);
   for (int i = 0; i < teams.size; ++i) {
     plan.member_tokens_.push_back(

@@ -62,6 +62,10 @@ class Plan {
                  int rank, int64_t rows = 1);
 
   const Strategy& strategy() const { return strategy_; }
+
+  /// The same on all ranks of one plan, and another for another layout,
+  /// strategy or number of rows: how ranks that disagree notice.
+  uint64_t fingerprint() const { return fingerprint_; }
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   int64_t rows() const { return rows_; }
@@ -98,6 +102,7 @@ class Plan {
   Strategy strategy_;
   int rank_ = 0, ranks_ = 1;
   int64_t rows_ = 1;
+  uint64_t fingerprint_ = 0;
   std::vector<int64_t> member_tokens_;
   std::vector<PlanStep> steps_;
 };

@@ -33,10 +33,13 @@ void bind_comm(py::module_& m) {
   py::class_<Group, std::unique_ptr<Group, WithoutGil>>(
       m, "Group", "The ranks that hold one sequence together.")
       .def(py::init([](const std::string& name) {
+             // Not as a call guard: pybind11 notes the instance down after
+             // this, and needs the lock for it.
+             const py::gil_scoped_release release;
              return std::unique_ptr<Group, WithoutGil>(
                  new Group(Group::named(name)));
            }),
-           py::arg("name") = "", NoGil())
+           py::arg("name") = "")
       .def("rank", &Group::rank)
       .def("size", &Group::size)
       .def_property_readonly("name", &Group::name)

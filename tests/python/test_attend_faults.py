@@ -218,16 +218,11 @@ def test_refuses_before_anything_is_sent(refusal: Refusal) -> None:
     run_ranks(2, body, timeout=5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="attend_meta answers with uninitialised memory when only `layout` is on meta",
-)
 def test_refuses_a_layout_without_values() -> None:
     with pytest.raises(ValueError, match=r"`layout` is .* on meta"):
         call(Group(), {"layout": attention_layout(Ownership.contiguous(8, 1)).to("meta")})
 
 
-@pytest.mark.xfail(strict=True, reason="head_ranks is cut to 32 bits on its way into the plan")
 def test_refuses_teams_larger_than_an_int() -> None:
     layout = attention_layout(Ownership.contiguous(8, 1))
     with pytest.raises(ValueError, match="head_ranks"):
@@ -327,10 +322,6 @@ def test_ranks_with_different_plans_all_end_in_time(name: str) -> None:
         ), (rank, where, words)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="messages match by order and size alone, so plans of equal sizes meet",
-)
 @pytest.mark.parametrize("strategy", ["ring", "gathered"])
 def test_ranks_with_different_owners_of_equal_sizes_end_in_time(strategy: str) -> None:
     def body(group: Group) -> tuple[str, str]:

@@ -77,9 +77,6 @@ def test_two_runs_at_once():
     assert results == [[[2] * 20, [0] * 20, [1] * 20]] * 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the constructor of _C.Group registers its instance without the GIL"
-)
 def test_groups_are_made_on_many_threads_at_once():
     """In a process of its own: what goes wrong ends the process."""
     made = subprocess.run(
