@@ -57,11 +57,15 @@ Words words_for(const PlanTable& table, double room) {
 }
 
 std::string legend(Words words) {
-  const char* const ways = words < Words::sent
-                               ? "go to (→) and come from (←) other ranks"
-                               : "go to other ranks";
-  return join("Number and bar: visible pairs. Below: tokens whose keys and ",
-              "values ", ways, ", then (home) those whose gradients do.");
+  const std::string pairs = "Number and bar: visible pairs.";
+  if (words >= Words::sent) {
+    return join(pairs, " Lines below: tokens whose keys and values go to other",
+                " ranks, and those whose gradients go home.");
+  }
+  return join(pairs, words == Words::all ? " keys: " : " First line below: ",
+              "tokens whose keys and values go to (→) and come from (←) other ",
+              "ranks; ", words == Words::all ? "home: " : "second line: ",
+              "those whose gradients do.");
 }
 
 /// Where the columns of a table stand.

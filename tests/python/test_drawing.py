@@ -1,0 +1,60 @@
+"""Pictures of plans from Python, and the examples that `make demo` runs."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from longspan import STRATEGIES, Mask, Ownership, Packing, drawing
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_shows_itself(strategy: str) -> None:
+    owners = Ownership.contiguous(64, ranks=4)
+    picture = drawing.draw_plan(owners, strategy=strategy, heads=8, key_heads=2, head_dim=128)
+    assert "What each rank computes and sends" in str(picture)
+    assert picture._repr_svg_().startswith("<svg")
+    full = drawing.draw_plan(
+        owners, Mask.full(Packing.single(64)), strategy=strategy, heads=8, head_dim=4
+    )
+    assert "full" in str(full)
+
+
+def test_small_numbers_of_a_plan() -> None:
+    text = str(
+        drawing.draw_plan(Ownership.contiguous(64, ranks=4), heads=8, key_heads=2, head_dim=128)
+    )
+    for number in ("136", "392", "648", "904", "16384", "32768", "49152"):
+        assert number in text
+
+
+def test_a_plan_refuses_by_message() -> None:
+    with pytest.raises(ValueError, match="is not one of ring, gathered"):
+        drawing.draw_plan(Ownership.contiguous(4, ranks=2), strategy="torus", heads=1, head_dim=1)
+    with pytest.raises(ValueError, match="expected at least 1 of each"):
+        drawing.draw_plan(Ownership.contiguous(4, ranks=2), heads=0, key_heads=1, head_dim=1)
+
+
+def run_example(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_layouts_of_the_demo_lose_nothing() -> None:
+    assert "Nothing is lost, doubled or moved." in run_example("layouts.py")
+
+
+def test_the_attention_of_the_demo_is_that_of_one_rank() -> None:
+    found = json.loads(run_example("attention.py", "--json"))
+    assert found["wrong"] == 0
+    assert len(found["rows"]) == 20
+    for row in found["rows"]:
+        assert row["forward_sent"] == row["forward_planned"]
+        assert row["backward_sent"] == row["backward_planned"]
