@@ -60,6 +60,8 @@ class AttentionOverRanks(TorchFunctionMode):
                 return _unasked(func)(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             self._check_other(args[0] if args else (kwargs or {})["query"])
+        if func is Tensor.unflatten:  # torch.compile knows the method, not the function
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
