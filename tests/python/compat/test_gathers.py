@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from compat_support import RankMesh, cp_utils, dsv4, glm
+from compat_support import RankMesh, cp_utils, dsv4, glm, packed_batch, row_batch
 
 from longspan import run_ranks
 
@@ -120,6 +120,21 @@ def test_sequences_follow_the_context_they_are_gathered_in():
 
     row = [list(range(7))]
     assert run_ranks(2, work) == [[row, row, [0, 1]]] * 2
+
+
+def test_batch_functions_ask_such_a_group_for_the_rank():
+    def work(group):
+        mesh, rank = RankMesh(group), group.rank()
+        _, rows = dsv4.make_dsv4_contiguous_shard_cp_batch_and_ctx(mesh, None, row_batch(length=4))
+        assert rows["input_ids"].tolist() == [[2 * rank + 1, 2 * rank + 2]]
+        assert rows["_dsv4_cp_group"] is group
+        packed = packed_batch([[1, 2, 3, 4]], [[4]], [[4]])
+        _, stream = glm.make_glm_dsa_packed_cp_batch_and_ctx(mesh, None, packed)
+        assert stream["input_ids"].tolist() == [2 * rank + 1, 2 * rank + 2]
+        stream = cp_utils.make_cp_batch_for_te(mesh, packed)
+        assert stream["input_ids"].tolist() == [[1, 4], [2, 3]][rank]
+
+    run_ranks(2, work)
 
 
 def test_gathers_name_a_bad_axis():

@@ -84,11 +84,12 @@ def cp_rank(who: str, mesh: Any, dist: Any, *, ask_mesh: bool) -> int:
     module asks it too; else the rank is 0.
     """
     rank = 0
-    group = mesh.get_group()
-    if isinstance(group, _C.Group) or initialized(dist):
-        rank = rank_in(group, dist)
+    if initialized(dist):
+        rank = rank_in(mesh.get_group(), dist)
     elif ask_mesh and hasattr(mesh, "get_local_rank"):
         rank = int(mesh.get_local_rank())
+    elif isinstance(mesh.get_group(), _C.Group):
+        rank = mesh.get_group().rank()
     return check_rank(who, rank, mesh_size(mesh))
 
 

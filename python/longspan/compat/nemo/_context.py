@@ -82,29 +82,30 @@ class TokenShardContext:
         attention = AttentionInContext(
             group, STRATEGIES[self.rotate_method], ownership, self._hidden(ownership.tokens)
         )
-        shares = [
-            _C.take_share(buffer, ownership, group.rank(), axis % buffer.dim())
+        # One object may stand for several, as ids that are their own labels do.
+        shares = {
+            id(buffer): _C.take_share(buffer, ownership, group.rank(), axis % buffer.dim())
             for buffer, axis in zip(self.buffers, self.seq_dims, strict=True)
-        ]
+        }
         # Nothing has changed so far.
         self._entered = True
         kept_local = {id(buffer) for buffer in self.no_restore}
         changed: list[tuple[Tensor, Tensor]] = []
         try:
-            for at, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
-                if at not in entries:
+            for buffer in {id(buffer): buffer for buffer in self.buffers}.values():
+                if not buffer.requires_grad:
                     changed.append((buffer, buffer.detach()))
-                    buffer.data = share
+                    buffer.data = shares[id(buffer)]
         except BaseException:
             for buffer, full in changed:
                 buffer.data = full
             raise
         self._restore = [(buffer, full) for buffer, full in changed if id(buffer) not in kept_local]
-        for at, key in entries.items():
+        for key, buffer in entries:
             assert self._batch is not None
-            if id(self.buffers[at]) not in kept_local:
-                self._restore_entries.append((key, self.buffers[at]))
-            self._batch[key] = shares[at]
+            if id(buffer) not in kept_local:
+                self._restore_entries.append((key, buffer))
+            self._batch[key] = shares[id(buffer)]
         self._attention = attention
         attention.__enter__()  # type: ignore[no-untyped-call]
 
@@ -133,8 +134,11 @@ class TokenShardContext:
         seen: dict[int, int] = {}
         for at, (buffer, axis) in enumerate(zip(self.buffers, self.seq_dims, strict=True)):
             first = seen.setdefault(id(buffer), at)
-            if first != at:
-                raise ValueError(f"{self._who}: buffer {at} is buffer {first} again")
+            if axis % buffer.dim() != self.seq_dims[first] % buffer.dim():
+                raise ValueError(
+                    f"{self._who}: buffer {at} is buffer {first} again, with axis {axis} "
+                    f"instead of {self.seq_dims[first]}"
+                )
             length = buffer.shape[check_axis(self._who, buffer, axis)]
             if length != tokens:
                 raise ValueError(
@@ -148,9 +152,9 @@ class TokenShardContext:
             _, _, why = str(refused).partition(": ")
             raise ValueError(f"{self._who}: {why}") from None
 
-    def _entries(self) -> dict[int, str]:
-        """Buffers that cannot become shards in place, and their keys in the batch."""
-        entries = {}
+    def _entries(self) -> list[tuple[str, Tensor]]:
+        """Buffers that cannot become shards in place, with their keys in the batch."""
+        entries = []
         for at, buffer in enumerate(self.buffers):
             if not buffer.requires_grad:
                 continue
@@ -161,7 +165,7 @@ class TokenShardContext:
                     "place; pass it to make_cp_batch_and_ctx in the batch, as `inputs_embeds`, "
                     "whose share is differentiable"
                 )
-            entries[at] = keys[0]
+            entries += [(key, buffer) for key in keys]
         return entries
 
     def _hidden(self, tokens: int) -> list[list[tuple[int, int]]]:
