@@ -164,7 +164,8 @@ TEST(DrawPlan, ATeamTradesTokensForHeads) {
     // 2 heads of 48 tokens come back, with a float32 for each.
     EXPECT_EQ(row.to_tokens.forward, 48 * 2 * (128 * 2 + 4));
   }
-  for (const WorkBar& bar : panels<WorkBars>(picture).at(0).bars) {
+  const WorkBars work = panels<WorkBars>(picture).at(0);
+  for (const WorkBar& bar : work.bars) {
     EXPECT_EQ(bar.amount, 520);
   }
 }
