@@ -42,7 +42,7 @@ from longspan.collectives import (
     roll,
     rotate,
 )
-from longspan.drawing import draw
+from longspan.drawing import draw, draw_plan
 from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
 from longspan.parity import check_parity, leak_probe
@@ -73,6 +73,7 @@ __all__ = [
     "cumulative_padded_lengths",
     "document_ids",
     "draw",
+    "draw_plan",
     "exchange_needed",
     "key_windows",
     "leak_probe",
