@@ -249,7 +249,7 @@ def check_case(case: Case, ranks: int, dtype: torch.dtype) -> None:
     # several orders. Where one row with two equal scores makes all of the error,
     # one order alone would be a matter of luck.
     plain = [inputs.answer(dtype)]
-    for seed in range(8):
+    for seed in range(8 if case.magnitude > 1e3 else 1):
         plain.append(inputs.answer(dtype, functools.partial(dense_by_formula, seed=seed)))
     floor = 1e-12 if dtype == torch.float64 else torch.finfo(torch.float32).eps
     runs = [
