@@ -58,7 +58,7 @@ bool moves_keys(const Plan& plan) {
   return false;
 }
 
-/// The keys of one step after another. next() starts what the current step
+/// The keys of one step after another. start_next() starts what this step
 /// sends and receives; arrive() waits for it and makes it current.
 class KeyFlow {
  public:
@@ -79,7 +79,8 @@ class KeyFlow {
 
   void start_next() {
     const PlanStep& step = plan_.steps()[step_];
-    if (step.sends.empty() && step.arrivals.empty()) return;
+    // The first exchange may connect the ranks, so all of them take part.
+    if (step_ > 0 && step.sends.empty() && step.arrivals.empty()) return;
     std::vector<Parcel> sends, receives;
     for (const PlannedParcel& parcel : step.sends) {
       sends.push_back({parcel.peer, cut(held_.both, step.keys, parcel.tokens)});
