@@ -1,6 +1,6 @@
 """The C++ functions under the drop-in give the slow obvious answer."""
 
-import oracle
+import batch_oracle as oracle
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,7 +3,7 @@
 import contextlib
 import types
 
-import oracle
+import batch_oracle as oracle
 import pytest
 import torch
 from compat_support import BareMesh, Mesh, dsv4, refuses, row_batch

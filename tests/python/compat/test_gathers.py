@@ -1,6 +1,6 @@
 """Gathers over real ranks: what comes back, and where its gradient goes."""
 
-import oracle
+import batch_oracle as oracle
 import pytest
 import torch
 from compat_support import RankMesh, cp_utils, dsv4, glm, packed_batch, row_batch

@@ -5,7 +5,7 @@ import copy
 import math
 import threading
 
-import oracle
+import batch_oracle as oracle
 import pytest
 import torch
 import torch.nn.functional as F
