@@ -597,8 +597,11 @@ def test_nan_and_infinity_reach_those_who_see_them_and_no_others(
             dataclasses.fields(Reach), results, clean[name], strict=True
         ):
             allowed = getattr(reach, field.name)
-            # NaN equals itself here; a row is clean when all of its bits are.
-            changed = ((got != expected) & ~(got.isnan() & expected.isnan())).any(-1)
+            # NaN equals itself here. Blocks with an infinity are summed pair by pair,
+            # so their other rows may round differently, and no more than that.
+            near = (got - expected).abs() <= 64 * torch.finfo(dtype).eps * (1 + expected.abs())
+            same = near | (got == expected) | (got.isnan() & expected.isnan())
+            changed = (~same).any(-1)
             bad = (~got.isfinite()).any(-1)
             what = f"{name}: {value} in {where} at token {token}: {field.name}"
             for head, at in (changed & ~allowed).nonzero().tolist():

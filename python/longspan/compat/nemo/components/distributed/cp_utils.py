@@ -219,11 +219,14 @@ def get_train_context(
 
                 stack.enter_context(dynamo.maybe_enable_compiled_autograd(True))
             if cp_context is not None:
-                from torch.nn.attention import SDPBackend, sdpa_kernel
+                if is_strict() or not isinstance(cp_context, TokenShardContext):
+                    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-                # The plain-math kernel cannot run on distributed tensors.
-                fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-                stack.enter_context(sdpa_kernel(fused))
+                    # torch's own context needs it, since the plain-math kernel cannot
+                    # run on distributed tensors. Ours does not, and the switch holds
+                    # for the whole process, other threads included.
+                    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+                    stack.enter_context(sdpa_kernel(fused))
                 stack.enter_context(cp_context)
             yield
 
