@@ -65,14 +65,20 @@ at::Tensor key_heads(const AttentionInputs& in) {
       .floor_divide_(in.heads_per_key_head);
 }
 
+/// A block's queries, keys and values, [heads, tokens, channels], and scores.
 struct Scores {
+  at::Tensor q, k, v;
   at::Tensor s;     // [heads, queries, keys], -inf where not visible
   at::Tensor bend;  // ds / d(scale * q.k), undefined without softcap
 };
 
 Scores scores(const AttentionInputs& in, const KeyLines& line,
-              const Block& block, const at::Tensor& q, const at::Tensor& k) {
-  Scores result{at::matmul(q, k.transpose(1, 2)).mul_(in.scale), {}};
+              const Block& block, const at::Tensor& heads) {
+  Scores result;
+  result.q = part(in.q, line.row, block.queries);
+  result.k = part(in.k, line.row, block.keys).index_select(0, heads);
+  result.v = part(in.v, line.row, block.keys).index_select(0, heads);
+  result.s = at::matmul(result.q, result.k.transpose(1, 2)).mul_(in.scale);
   if (in.softcap > 0) {
     const at::Tensor bent = (result.s / in.softcap).tanh_();
     result.bend = 1 - bent * bent;
@@ -91,21 +97,18 @@ void attend_tiles_blocked(const AttentionInputs& in,
   const at::Tensor heads = key_heads(in);
   for (const KeyLines& line : lines) {
     for_each_block(line, in.q.size(2), [&](const Block& block) {
-      const at::Tensor q = part(in.q, line.row, block.queries);
-      const at::Tensor k =
-          part(in.k, line.row, block.keys).index_select(0, heads);
-      const at::Tensor v =
-          part(in.v, line.row, block.keys).index_select(0, heads);
-      const at::Tensor s = scores(in, line, block, q, k).s;
+      const Scores score = scores(in, line, block, heads);
+      const at::Tensor& s = score.s;
       const at::Tensor lse = s.logsumexp(2);
       const at::Tensor p =
           (s - lse.unsqueeze(2)).exp_().masked_fill_(at::isneginf(s), 0);
       const auto rows = [&](const at::Tensor& tensor) {
-        return tensor.select(0, line.row)
-            .narrow(0, block.queries.begin, block.queries.size());
+        return tensor.narrow(0, line.row, 1)
+            .narrow(1, block.queries.begin, block.queries.size());
       };
       PartialAttention before{rows(running.out), rows(running.lse)};
-      before.add({at::matmul(p, v).transpose(0, 1), lse.transpose(0, 1)});
+      before.add({at::matmul(p, score.v).transpose(0, 1).unsqueeze(0),
+                  lse.transpose(0, 1).unsqueeze(0)});
     });
   }
 }
@@ -116,11 +119,7 @@ void attend_tiles_backward_blocked(const AttentionInputs& in,
   const at::Tensor heads = key_heads(in);
   for (const KeyLines& line : lines) {
     for_each_block(line, in.q.size(2), [&](const Block& block) {
-      const at::Tensor q = part(in.q, line.row, block.queries);
-      const at::Tensor k =
-          part(in.k, line.row, block.keys).index_select(0, heads);
-      const at::Tensor v =
-          part(in.v, line.row, block.keys).index_select(0, heads);
+      const Scores score = scores(in, line, block, heads);
       const at::Tensor dout = part(gradients.dout, line.row, block.queries);
       const auto column = [&](const at::Tensor& tensor) {
         return tensor.select(0, line.row)
@@ -128,11 +127,10 @@ void attend_tiles_backward_blocked(const AttentionInputs& in,
             .t()
             .unsqueeze(2);
       };
-      const Scores score = scores(in, line, block, q, k);
       const at::Tensor hidden = at::isneginf(score.s);
       const at::Tensor p =
           (score.s - column(gradients.lse)).exp_().masked_fill_(hidden, 0);
-      at::Tensor ds = at::matmul(dout, v.transpose(1, 2))
+      at::Tensor ds = at::matmul(dout, score.v.transpose(1, 2))
                           .sub_(column(gradients.delta))
                           .mul_(p);
       if (score.bend.defined()) ds = ds.mul_(score.bend);
@@ -155,8 +153,8 @@ void attend_tiles_backward_blocked(const AttentionInputs& in,
         }
         add(total, block.keys, sum);
       };
-      add(gradients.dq, block.queries, at::matmul(ds, k));
-      add_to_key_heads(gradients.dk, at::matmul(ds.transpose(1, 2), q));
+      add(gradients.dq, block.queries, at::matmul(ds, score.k));
+      add_to_key_heads(gradients.dk, at::matmul(ds.transpose(1, 2), score.q));
       add_to_key_heads(gradients.dv, at::matmul(p.transpose(1, 2), dout));
     });
   }

@@ -176,7 +176,7 @@ class Inputs:
 
 def attend_on(group: Group, inputs: Inputs, owners: Ownership, strategy: tuple[str, int]) -> Answer:
     """This rank's part of the answer, laid out as [B, H, L, D]."""
-    tokens = owners.tokens_of(group.rank())
+    tokens = owners.tokens_of(group.rank()).to(inputs.q.device)
     packed = inputs.case.packed
 
     def share(tensor: torch.Tensor) -> torch.Tensor:

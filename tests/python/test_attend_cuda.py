@@ -13,7 +13,7 @@ import test_attend
 import torch
 import torch.multiprocessing
 from oracle.dense_attention import Answer, dense_by_formula
-from test_attend import CASES, Case, Inputs, complaints, joined, one, ownerships
+from test_attend import CASES, Case, Inputs, attend_on, complaints, joined, one, ownerships
 
 import longspan
 from longspan import Group, Mask, Ownership, Packing
@@ -52,29 +52,9 @@ def on_cuda(inputs: Inputs) -> Inputs:
 def attend_on_cuda(
     group: Group, inputs: Inputs, owners: Ownership, strategy: tuple[str, int]
 ) -> Answer:
-    tokens = owners.tokens_of(group.rank()).cuda()
-    packed = inputs.case.packed
-
-    def share(tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.index_select(2, tokens)
-        return local[0].transpose(0, 1).contiguous() if packed else local
-
-    def back(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.transpose(0, 1).unsqueeze(0) if packed else tensor).cpu()
-
-    q, k, v = (share(t).requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    sink = None if inputs.sink is None else inputs.sink.clone().requires_grad_()
-    out, lse = longspan.attend(
-        q, k, v, mask=inputs.masks, ownership=owners, group=group, strategy=strategy[0],
-        head_ranks=strategy[1], scale=inputs.scale, softcap=inputs.case.softcap, sink=sink,
-        return_lse=True,
-    )  # fmt: skip
-    out.backward(share(inputs.dout))
-    grads = [t.grad for t in (q, k, v)]
-    return Answer(
-        back(out.detach()), back(lse), *(back(g) for g in grads if g is not None),
-        None if sink is None or sink.grad is None else sink.grad.cpu(),
-    )  # fmt: skip
+    """This rank's part of the answer, brought back."""
+    answer = attend_on(group, inputs, owners, strategy)
+    return Answer(*(None if part is None else part.cpu() for part in answer))
 
 
 def plain_answers(inputs: Inputs, dtype: torch.dtype) -> list[Answer]:
