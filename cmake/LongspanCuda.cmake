@@ -12,7 +12,8 @@ if(NOT LONGSPAN_BUILD_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# longspan_cuda_sources(target file ...): .cu files as objects of a target.
+# longspan_cuda_sources(target file ...): .cu files as objects of a target, for
+# Hopper and, as code that the driver compiles, for other cards since Ampere.
 function(longspan_cuda_sources target)
   foreach(source IN LISTS ARGN)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${source}.o)
@@ -20,7 +21,8 @@ function(longspan_cuda_sources target)
     file(MAKE_DIRECTORY ${folder})
     add_custom_command(OUTPUT ${object}
       COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -lineinfo
-        -gencode=arch=compute_90a,code=sm_90a -ccbin ${CMAKE_CXX_COMPILER}
+        -gencode=arch=compute_90a,code=sm_90a
+        -gencode=arch=compute_80,code=compute_80 -ccbin ${CMAKE_CXX_COMPILER}
         -Xcompiler=-fPIC -I${PROJECT_SOURCE_DIR} -MD -MF ${object}.d
         -c ${CMAKE_CURRENT_SOURCE_DIR}/${source} -o ${object}
       DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${source} DEPFILE ${object}.d

@@ -40,6 +40,11 @@ if(LONGSPAN_SANITIZE)
     -fsanitize=${LONGSPAN_SANITIZE} -fno-sanitize-recover=all
     -fno-omit-frame-pointer)
   target_link_options(longspan_flags INTERFACE -fsanitize=${LONGSPAN_SANITIZE})
+  if("thread" IN_LIST LONGSPAN_SANITIZERS AND
+      CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # Fences in torch's headers, which the sanitizer does not follow.
+    target_compile_options(longspan_flags INTERFACE -Wno-tsan)
+  endif()
 endif()
 
 # LibTorch, from the interpreter that has it. It brings a shared libstdc++, and

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -32,6 +33,12 @@ struct Attended {
 /// divide it; L are the rank's own tokens, in the ownership's local order.
 /// float32, bfloat16 and float16 sum in float32, float64 in float64. A query
 /// that sees no key has out 0 and lse -inf, and passes no gradient.
+///
+/// On the CPU the same call gives the same bits in every run, and an infinity
+/// or a NaN reaches exactly those who see it. On CUDA torch's kernels decide:
+/// dq of its flash kernel may differ in the last bits from run to run unless
+/// torch is told to be deterministic, and a NaN may also reach rows of the same
+/// block.
 ///
 /// Gradient contract: when every rank backpropagates the loss of its own
 /// tokens, the gradients of q, k and v are those of the sum of all losses, so

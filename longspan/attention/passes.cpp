@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "longspan/comm/exchange.h"
@@ -97,10 +98,11 @@ class KeyFlow {
       receives.push_back({parcel.peer, next_.both.narrow(0, at, count)});
       at += count;
     }
-    transfer_ =
-        start_exchange(group_, std::move(sends), std::move(receives),
-                       join(plan_.strategy().to_string(), " attention ", pass_,
-                            ", keys, hop ", step_ + 1, " of ", plan_.hops()));
+    transfer_ = start_exchange(
+        group_, std::move(sends), std::move(receives),
+        join(plan_.strategy().name(plan_.ranks()), " attention ", pass_,
+             ", keys, hop ", step_ + 1, " of ", std::max(plan_.hops(), 1)),
+        plan_.fingerprint(), own_.k.device());
   }
 
   void arrive() {
@@ -144,9 +146,10 @@ class Homecoming {
     step_ = &step;
     transfer_ = start_exchange(
         group_, std::move(sends), coming_,
-        join(plan_.strategy().to_string(),
+        join(plan_.strategy().name(plan_.ranks()),
              " attention backward, gradients, hop ", i, " of ", plan_.hops()),
-        plan_.fingerprint());
+        // Another number: keys and gradients of a hop may be as long.
+        plan_.fingerprint() ^ 1);
   }
 
   /// Adds what has come, in the order of the plan.

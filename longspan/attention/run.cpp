@@ -51,7 +51,7 @@ struct Call {
   }
 
   std::string purpose(const char* what) const {
-    return join(plan->strategy().to_string(), " attention ", what);
+    return join(plan->strategy().name(plan->ranks()), " attention ", what);
   }
 
   AttentionInputs inputs(const at::Tensor& q, const at::Tensor& k,

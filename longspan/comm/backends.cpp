@@ -64,14 +64,20 @@ at::Tensor host_like(const at::Tensor& tensor) {
       tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda()));
 }
 
-void connect_once(const Group& group) {
+void connect_once(const Group& group, at::Device device,
+                  const std::string& purpose) {
+  if (device.is_cpu() || group.record()->connected) return;
   const auto& process_group = group.process_group();
-  if (group.record()->connected.exchange(true)) return;
-  if (!has_backend(*process_group, at::kCUDA)) return;
-  const auto backend = process_group->getBackend(at::kCUDA);
+  if (!has_backend(*process_group, device.type())) return;
+  const auto backend = process_group->getBackend(device.type());
   if (!backend->supportsCoalescing()) return;
-  std::vector<at::Tensor> here = {at::ones({1}, at::TensorOptions(at::kCUDA))};
-  backend->allreduce(here)->wait();
+  std::vector<at::Tensor> here = {at::ones({1}, at::TensorOptions(device))};
+  try {
+    backend->allreduce(here)->wait();
+  } catch (const std::exception& error) {
+    throw_lost_peer(group, purpose, -1, {}, error.what());
+  }
+  group.record()->connected = true;
 }
 
 Coalesced::Coalesced(c10::intrusive_ptr<c10d::Backend> backend)

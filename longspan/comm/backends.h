@@ -30,7 +30,8 @@ at::Tensor host_like(const at::Tensor& tensor);
 
 /// Brings all ranks together before the first exchange where the backend
 /// connects lazily and wants everyone there (NCCL). Every rank must call it.
-void connect_once(const Group& group);
+void connect_once(const Group& group, at::Device device,
+                  const std::string& purpose);
 
 /// Everything posted while it lives goes out as one batch.
 class Coalesced {

@@ -209,15 +209,14 @@ void Transfer::wait() {
 
 Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
                         std::vector<Parcel> receives, std::string purpose,
-                        uint64_t common) {
-  std::optional<at::Device> device;
+                        uint64_t common, std::optional<at::Device> device) {
   check_parcels(group, sends, "sends", purpose, device);
   check_parcels(group, receives, "receives", purpose, device);
   drop_empty(sends);
   drop_empty(receives);
   Transfer transfer;
   if (group.size() == 1) return transfer;
-  connect_once(group);
+  if (device) connect_once(group, *device, purpose);
   if (sends.empty() && receives.empty()) return transfer;
   Route route = route_for(group, *device, purpose);
   transfer.state_ = std::make_unique<Transfer::State>(

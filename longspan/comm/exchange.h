@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -43,7 +44,8 @@ class Transfer {
 
  private:
   friend Transfer start_exchange(const Group&, std::vector<Parcel>,
-                                 std::vector<Parcel>, std::string, uint64_t);
+                                 std::vector<Parcel>, std::string, uint64_t,
+                                 std::optional<at::Device>);
   void drop() noexcept;
   struct State;
   std::unique_ptr<State> state_;
@@ -54,14 +56,17 @@ class Transfer {
 /// which both list them; empty ones are left out on both sides. Every rank of
 /// the group must call it in the same order (its lists may be empty). Over gloo
 /// parcels of unequal size never meet, so that both ranks lose their peer.
-/// `purpose` is for messages: "ring attention forward, hop 2 of 4". `common` is
-/// a number that must be the same on both sides, such as the hash of a plan:
-/// over gloo parcels that differ in it never meet either.
+/// `purpose` is for messages: "ring attention forward, keys, hop 2 of 3".
+/// `common` is a number that must be the same on both sides, such as the hash
+/// of a plan: over gloo parcels that differ in it never meet either.
 ///
-/// Tensors are on one device. Where the backend cannot move tensors of that
-/// device (CUDA over gloo), they go through copies in host memory.
+/// Tensors are on one device; `device` says which where the lists are empty, so
+/// that a rank without parcels connects as the others do. Where the backend
+/// cannot move tensors of that device (CUDA over gloo), they go through copies
+/// in host memory.
 Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
                         std::vector<Parcel> receives, std::string purpose,
-                        uint64_t common = 0);
+                        uint64_t common = 0,
+                        std::optional<at::Device> device = {});
 
 }  // namespace longspan

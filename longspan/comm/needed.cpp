@@ -62,15 +62,15 @@ class Rows {
   std::span<const Row> view_;
 };
 
-struct Plan {
+struct Pieces {
   std::vector<Piece> pieces;  // from local tokens to received tokens
   int64_t received = 0;
   int64_t held = 0;  // local tokens that the table speaks of
 };
 
 /// The pieces of one rank, ordered by sender and then by row.
-Plan plan_for(const char* who, const Rows& rows, int64_t axis,
-              const Group& group) {
+Pieces pieces_for(const char* who, const Rows& rows, int64_t axis,
+                  const Group& group) {
   rows.check_ranks(who, group.size());
   const int64_t me = group.rank();
   std::vector<Row> mine;
@@ -79,7 +79,7 @@ Plan plan_for(const char* who, const Rows& rows, int64_t axis,
   }
   std::stable_sort(mine.begin(), mine.end(),
                    [](const Row& a, const Row& b) { return a.from < b.from; });
-  Plan plan;
+  Pieces plan;
   for (const Row& row : mine) {
     // Places on other ranks are theirs to know.
     Part target = {axis, 0, row.length};
@@ -144,7 +144,7 @@ at::Tensor send_here(const at::Tensor& x, int64_t axis, const at::Tensor& sends,
                      int64_t received, std::string_view name) {
   const Group group = Group::named(std::string(name));
   axis = checked_axis(kSend, x, axis);
-  const Plan plan = plan_for(kSend, Rows(kSend, sends), axis, group);
+  const Pieces plan = pieces_for(kSend, Rows(kSend, sends), axis, group);
   check(plan.held <= x.size(axis), kSend, ": `sends` names token ",
         plan.held - 1, " of rank ", group.rank(), ", but axis ", axis, " of ",
         describe(x), " ends before it");
@@ -160,7 +160,7 @@ at::Tensor return_here(const at::Tensor& x, int64_t axis,
                        std::string_view name) {
   const Group group = Group::named(std::string(name));
   axis = checked_axis(kReturn, x, axis);
-  const Plan plan = plan_for(kReturn, Rows(kReturn, sends), axis, group);
+  const Pieces plan = pieces_for(kReturn, Rows(kReturn, sends), axis, group);
   check_extent(kReturn, x, axis, plan.received,
                join("tokens that `sends` gives rank ", group.rank()));
   check(plan.held <= tokens, kReturn, ": `sends` names token ", plan.held - 1,

@@ -208,11 +208,15 @@ struct FlashCall {
 
   FlashCall(const Batch& of, at::Device device)
       : batch(of), window(of.segments[0]) {
+    if (is_rows()) {
+      longest_queries = batch.segments[0].queries.size();
+      longest_keys = batch.segments[0].keys.size();
+      return;
+    }
     const auto queries = offsets_of(batch, &FusedSegment::queries, device);
     const auto keys = offsets_of(batch, &FusedSegment::keys, device);
     longest_queries = queries.longest;
     longest_keys = keys.longest;
-    if (is_rows()) return;
     query_offsets = queries.offsets;
     key_offsets = keys.offsets;
   }

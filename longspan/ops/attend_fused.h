@@ -23,9 +23,10 @@ std::vector<FusedSegment> fused_segments(const KeyLines& line);
 
 /// Why torch's flash kernel cannot run this call, or nothing.
 ///
-/// Its other fused kernel that returns the log-sum-exp, "efficient", is not
-/// used: its derivatives are wrong where keys and values have different
-/// channels, and in float32 its errors are larger than our promise.
+/// Its other fused kernels that return the log-sum-exp are not used. The
+/// derivatives of "efficient" are wrong where keys and values have different
+/// channels, and in float32 its errors are larger than our promise; cuDNN's
+/// takes no windows.
 std::optional<std::string> why_not_flash(const AttentionInputs& inputs);
 
 /// Runs the kernel, if why_not_flash() had nothing to say.

@@ -1,6 +1,7 @@
 #include "longspan/ops/partial_attention.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <limits>
 
@@ -56,6 +57,7 @@ bool merged_on_device(PartialAttention& running, const PartialAttention& part) {
   const auto channels_lie_together = [](const at::Tensor& out) {
     return out.size(3) <= 1 || out.stride(3) == 1;
   };
+  const c10::OptionalDeviceGuard guard(running.out.device());
   if (!running.out.is_cuda() || running.out.dim() != 4 || !type ||
       running.out.scalar_type() != at::kFloat ||
       running.lse.scalar_type() != at::kFloat ||

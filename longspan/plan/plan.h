@@ -79,7 +79,7 @@ class Plan {
   /// are those of all members, in this order.
   const std::vector<int64_t>& member_tokens() const { return member_tokens_; }
 
-  /// In how many steps keys leave or reach this rank.
+  /// Steps until keys leave or reach this rank for the last time.
   int hops() const;
 
   /// Heads this rank computes, and those of keys it uses.

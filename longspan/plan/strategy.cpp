@@ -39,6 +39,15 @@ std::string Strategy::to_string() const {
   return head_ranks == 1 ? keys : join(keys, " of teams of ", head_ranks);
 }
 
+std::string_view Strategy::name(int ranks) const {
+  if (head_ranks > 1) {
+    return head_ranks == ranks ? "head_parallel" : "head_parallel_ring";
+  }
+  return transport == KeyTransport::ring       ? "ring"
+         : transport == KeyTransport::gathered ? "gathered"
+                                               : "needed";
+}
+
 HeadShare HeadShare::of(int64_t heads, int64_t key_heads, int member,
                         int members) {
   check(key_heads >= 1 && heads % key_heads == 0, "HeadShare: ", heads,

@@ -32,6 +32,9 @@ struct Strategy {
                         int head_ranks = 0);
 
   std::string to_string() const;
+
+  /// The name that named() takes for a group of so many ranks.
+  std::string_view name(int ranks) const;
   friend bool operator==(const Strategy&, const Strategy&) = default;
 };
 

@@ -222,7 +222,7 @@ def _hash(value: Any) -> int:
 def _initialize(rank: int, size: int, address: str, port: int) -> None:
     # torchrun's own variables go to torch as they are: it may have a store
     # already.
-    method = "env://" if "RANK" in os.environ else f"tcp://{address}:{port}"
+    method = "env://" if os.environ.get("RANK") else f"tcp://{address}:{port}"
     cuda = torch.cuda.is_available()
     if cuda:
         local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))

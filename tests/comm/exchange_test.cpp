@@ -152,13 +152,13 @@ TEST(Exchange, ATooSlowPeerIsNamed) {
             std::this_thread::sleep_for(milliseconds(2500));
           at::Tensor got = at::zeros({1});
           start_exchange(group, {}, {{peer, got}},
-                         "ring attention forward, hop 2 of 4")
+                         "ring attention forward, keys, hop 2 of 3")
               .wait();
         },
         test::kShort);
   });
   EXPECT_THAT(loss,
-              ContainsRegex("^ring attention forward, hop 2 of 4: rank 1 "
+              ContainsRegex("^ring attention forward, keys, hop 2 of 3: rank 1 "
                             "waited 1 s for rank 0: .*; look at the log of "
                             "rank 0, or raise the group's timeout$"));
   EXPECT_LT(steady_clock::now() - start, std::chrono::seconds(6));

@@ -315,7 +315,7 @@ def test_ranks_with_different_plans_all_end_in_time(name: str) -> None:
     assert time.monotonic() - start < 8
     for rank, (where, words) in enumerate(ends):
         assert re.match(
-            rf"(ring|gathered|ring of teams of 3) attention {where}, "
+            rf"(ring|gathered|head_parallel) attention {where}, "
             rf"((keys|gradients), hop \d of \d|trade of heads): rank {rank} "
             rf"(waited [\d.]+ s for|could not reach) rank \d: .*; look at the log of rank \d",
             words,
@@ -468,7 +468,7 @@ def test_a_killed_peer_is_named_by_the_survivors(strategy: str, stops_in: str) -
     finally:
         outputs = outputs_of(processes, timeout=60)
     assert victim.returncode == -signal.SIGKILL
-    named = {"ring": "ring attention", "head_parallel": "ring of teams of 3 attention"}[strategy]
+    named = {"ring": "ring attention", "head_parallel": "head_parallel attention"}[strategy]
     for rank, output in enumerate(outputs[:-1]):
         assert "finished" not in output
         found = re.search(r"lost after ([\d.]+) s: (.*)", output)

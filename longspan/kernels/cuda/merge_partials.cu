@@ -37,7 +37,8 @@ __global__ void merge_kernel(MergePartialsArgs args) {
   const float before = *lse;
   const float high = fmaxf(before, part);
   // A NaN on either side stays one.
-  const float both = high + log1pf(expf(-fabsf(before - part)));
+  const float apart = before == part ? 0.f : fabsf(before - part);
+  const float both = high + log1pf(expf(-apart));
   const float keep = before == -INFINITY ? 0.f : expf(before - both);
   const float take = before == -INFINITY ? 1.f : expf(part - both);
   float* out = args.out.data + place(args.out);
@@ -63,7 +64,13 @@ void launch(const MergePartialsArgs& args, cudaStream_t stream) {
 }  // namespace
 
 std::optional<std::string> why_not_merge_partials() {
-  return std::nullopt;
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, merge_kernel<float>);
+  if (error == cudaSuccess) return std::nullopt;
+  (void)cudaGetLastError();  // it is told here, and not to the next caller
+  return std::string("there is no code for this device: ") +
+         cudaGetErrorString(error);
 }
 
 void merge_partials(const MergePartialsArgs& args, void* stream) {
