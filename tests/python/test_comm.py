@@ -224,3 +224,27 @@ def test_two_processes():
     ]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)
+
+
+def test_ranks_that_were_given_different_batches_all_say_which_key():
+    def cut(group, **options):
+        rows = torch.arange(32).view(2, 16) + (group.rank() == 2)
+        batch = {"input_ids": rows, "labels": torch.arange(32).view(2, 16)}
+        return longspan.shard(batch, group, **options)
+
+    def refused(group):
+        with pytest.raises(ValueError, match=r"different `input_ids` \(rank 2 differs from"):
+            cut(group)
+        return cut(group, check_agreement=False)["labels"].shape
+
+    assert longspan.run_ranks(3, refused, timeout=10) == [(2, 6)] * 3
+
+
+def test_ranks_that_were_given_different_layouts_all_say_so():
+    def refused(group):
+        batch = {"input_ids": torch.arange(32).view(2, 16)}
+        layout = "head-tail" if group.rank() else "contiguous-rows"
+        with pytest.raises(ValueError, match=r"different `layout` .* and `ownership`"):
+            longspan.shard(batch, group, layout=layout)
+
+    longspan.run_ranks(2, refused, timeout=10)
