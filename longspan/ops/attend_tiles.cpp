@@ -3,6 +3,11 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <exception>
+#include <thread>
+#include <vector>
+
 #include "longspan/core/check.h"
 #include "longspan/kernels/attention.h"
 #include "longspan/ops/attend_fused.h"
@@ -60,9 +65,40 @@ void fill(AttentionArgs& args, const AttentionInputs& in,
   args.lines = lines;
 }
 
+/// As many threads as torch would use. Not at::parallel_for, which runs on one
+/// thread in code that was compiled without OpenMP, nor OpenMP itself, whose
+/// runtime torch brings in a copy of its own.
 void torch_threads(int64_t items, int64_t grain,
                    const std::function<void(int64_t, int64_t)>& body) {
-  at::parallel_for(0, items, grain, body);
+  const int64_t parts = std::clamp<int64_t>(items / std::max<int64_t>(grain, 1),
+                                            1, at::get_num_threads());
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(parts));
+  const auto run = [&](int64_t part) {
+    try {
+      body(items * part / parts, items * (part + 1) / parts);
+    } catch (...) {
+      errors[static_cast<std::size_t>(part)] = std::current_exception();
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (int64_t part = 1; part < parts; ++part)
+      threads.emplace_back(run, part);
+    run(0);
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+/// Small calls are done before a second thread has started.
+ParallelFor threads_for(const AttentionInputs& in,
+                        std::span<const KeyLines> lines) {
+  constexpr int64_t kLittle = 1 << 22;  // multiplications
+  int64_t pairs = 0;
+  for (const KeyLines& line : lines) pairs += count_pairs(line);
+  const int64_t work = pairs * in.q.size(2) * (in.q.size(3) + in.v.size(3));
+  return work < kLittle ? ParallelFor(serial_for) : ParallelFor(torch_threads);
 }
 
 std::vector<FusedSegment> segments_of(std::span<const KeyLines> lines) {
@@ -94,7 +130,7 @@ void attend_tiles(const AttentionInputs& inputs,
   fill(args, inputs, lines);
   args.out = array_of<void*>(running.out);
   args.lse = array_of<void*>(running.lse);
-  attention_kernels().back().forward(args, torch_threads);
+  attention_kernels().back().forward(args, threads_for(inputs, lines));
 }
 
 void attend_tiles_backward(const AttentionInputs& inputs,
@@ -115,7 +151,7 @@ void attend_tiles_backward(const AttentionInputs& inputs,
   args.dq = array_of<void*>(gradients.dq);
   args.dk = array_of<void*>(gradients.dk);
   args.dv = array_of<void*>(gradients.dv);
-  attention_kernels().back().backward(args, torch_threads);
+  attention_kernels().back().backward(args, threads_for(inputs, lines));
 }
 
 }  // namespace longspan
