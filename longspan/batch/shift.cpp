@@ -11,6 +11,35 @@
 
 namespace longspan {
 
+namespace {
+
+/// The tensor with its tokens moved, and its fill value where none went.
+at::Tensor moved(const RowBatch& batch, const TokenTensor& row,
+                 const at::Tensor& source, std::vector<Run> runs) {
+  const int64_t tokens = batch.rows * batch.length;
+  const TokenView flat = token_view(row, source, Form::stream);
+  const at::Scalar fill =
+      row.fill.kind == Fill::Kind::constant ? row.fill.value : at::Scalar(0);
+  return move_tokens(flat.tensor, flat.axis,
+                     Moves::of(std::move(runs), tokens, tokens), fill)
+      .view(source.sizes());
+}
+
+/// Adds a per-token tensor, or replaces what has its name.
+void put(RowBatch& batch, const std::string& key, const at::Tensor& tensor) {
+  std::erase_if(batch.payload,
+                [&](const auto& entry) { return entry.first == key; });
+  const auto known =
+      std::ranges::find(batch.tokens, key, &NamedTensors::value_type::first);
+  if (known != batch.tokens.end()) {
+    known->second = tensor;
+  } else {
+    batch.tokens.emplace_back(key, tensor);
+  }
+}
+
+}  // namespace
+
 RowBatch shift_left(const RowBatch& batch, const std::string& key,
                     const std::string& as, int64_t steps, Border border) {
   const at::Tensor source = find_tensor(batch.tokens, key);
@@ -36,14 +65,7 @@ RowBatch shift_left(const RowBatch& batch, const std::string& key,
       shift_inside(document.slot);
     }
   }
-  const int64_t tokens = batch.rows * batch.length;
-  const TokenView flat = token_view(row, source, Form::stream);
-  const at::Scalar fill =
-      row.fill.kind == Fill::Kind::constant ? row.fill.value : at::Scalar(0);
-  const at::Tensor shifted =
-      move_tokens(flat.tensor, flat.axis,
-                  Moves::of(std::move(runs), tokens, tokens), fill)
-          .view(source.sizes());
+  const at::Tensor shifted = moved(batch, row, source, std::move(runs));
 
   RowBatch result = batch;
   if (named_row == nullptr) {
@@ -51,15 +73,21 @@ RowBatch shift_left(const RowBatch& batch, const std::string& key,
     named.key = as;
     result.table = result.table.with(std::move(named));
   }
-  std::erase_if(result.payload,
-                [&](const auto& entry) { return entry.first == as; });
-  const auto known =
-      std::ranges::find(result.tokens, as, &NamedTensors::value_type::first);
-  if (known != result.tokens.end()) {
-    known->second = shifted;
-  } else {
-    result.tokens.emplace_back(as, shifted);
+  put(result, as, shifted);
+  return result;
+}
+
+RowBatch clear_pads(const RowBatch& batch, const std::string& key) {
+  const at::Tensor source = find_tensor(batch.tokens, key);
+  check(source.defined(), "clear_pads: the batch has no '", key, "'");
+  std::vector<Run> runs;
+  for (const RowDocument& document : batch.documents) {
+    const auto& real = document.real;
+    if (real.size() > 0) runs.push_back({real.begin, real.begin, real.size()});
   }
+  RowBatch result = batch;
+  put(result, key,
+      moved(batch, *batch.table.find(key), source, std::move(runs)));
   return result;
 }
 

@@ -18,4 +18,8 @@ RowBatch shift_left(const RowBatch& batch, const std::string& key,
                     const std::string& as, int64_t steps = 1,
                     Border border = Border::row);
 
+/// Replaces a tensor by one that holds its fill value at every token that is
+/// in no document: targets whose source is a pad are not learned.
+RowBatch clear_pads(const RowBatch& batch, const std::string& key);
+
 }  // namespace longspan

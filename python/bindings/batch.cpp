@@ -199,6 +199,7 @@ void bind_batches(py::module_& m) {
       },
       py::arg("batch"), py::arg("key"), py::arg("as_key"), py::arg("steps") = 1,
       py::arg("within_documents") = false, NoGil());
+  m.def("clear_pads", &clear_pads, py::arg("batch"), py::arg("key"), NoGil());
   m.def(
       "pack",
       [](const RowBatch& batch, const std::string& form) {

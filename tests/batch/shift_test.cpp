@@ -97,6 +97,21 @@ TEST(ShiftLeft, ShiftsPlanesAndChannelsAndStridedTensors) {
   EXPECT_FALSE(next.select(1, 3).any().item<bool>());
 }
 
+TEST(ClearPads, LeavesOnlyWhatStandsInDocuments) {
+  const RowBatch batch = read_rows(
+      {{"input_ids", ids(2, 4)},
+       {"labels", ids(2, 4)},
+       {"attention_mask",
+        at::tensor({0, 1, 1, 0, 1, 1, 1, 1}, at::kLong).view({2, 4})}});
+  const RowBatch cleared = clear_pads(batch, "labels");
+  EXPECT_TRUE(find_tensor(cleared.tokens, "labels")
+                  .equal(at::tensor({-100, 1, 2, -100, 1000, 1001, 1002, 1003},
+                                    at::kLong)
+                             .view({2, 4})));
+  EXPECT_TRUE(find_tensor(cleared.tokens, "input_ids").equal(ids(2, 4)));
+  EXPECT_TRUE(find_tensor(batch.tokens, "labels").equal(ids(2, 4)));
+}
+
 class ShiftRefusal : public ::testing::TestWithParam<Refusal> {};
 TEST_P(ShiftRefusal, SaysWhatCame) {
   EXPECT_EQ(message_of(GetParam().call), GetParam().message);
@@ -109,6 +124,8 @@ INSTANTIATE_TEST_SUITE_P(
          "shift_left: the batch has no 'lables'"},
         {"Backwards", [] { shift_left(two_rows(), "labels", "labels", -1); },
          "shift_left: -1 steps; expected at least 0"},
+        {"NothingToClear", [] { clear_pads(two_rows(), "lables"); },
+         "clear_pads: the batch has no 'lables'"},
         {"NameOfAnotherAxis",
          [] {
            const RowBatch batch =
