@@ -45,6 +45,7 @@ from longspan.collectives import (
 from longspan.drawing import draw, draw_plan
 from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
+from longspan.models import parallelize, restore
 from longspan.parity import check_parity, leak_probe
 
 __all__ = [
@@ -82,11 +83,13 @@ __all__ = [
     "pack",
     "pad",
     "padding_mask",
+    "parallelize",
     "plan",
     "position_ids",
     "received_ranges",
     "reduce_loss",
     "reduce_scatter_tokens",
+    "restore",
     "return_needed",
     "roll",
     "rotate",

@@ -11,6 +11,8 @@ from longspan import _C
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group, agree
 
+#: Where `shard` puts how a model's layers attend to this batch.
+KEYWORD = "longspan"
 _SENTINEL = -1000
 _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
 
@@ -44,30 +46,38 @@ class RankAndSize(Protocol):
 class LocalBatch(dict[str, Any]):
     """One rank's share of a batch: a dictionary for ``model(**local)`` that also
     carries its `layout`, and the `group` it was cut for where there is one, so that
-    ``unshard(tensor, local)`` needs nothing else."""
+    ``unshard(tensor, local)`` needs nothing else. With `as_row` a stream [T, ...] lies
+    in the tensors as one row [1, T, ...], as models want it."""
 
     layout: _C.Layout
     group: Group | None
+    as_row: bool
 
     def __init__(
-        self, entries: Mapping[str, Any], layout: _C.Layout, group: Group | None = None
+        self,
+        entries: Mapping[str, Any],
+        layout: _C.Layout,
+        group: Group | None = None,
+        as_row: bool = False,
     ) -> None:
         super().__init__(entries)
         self.layout = layout
         self.group = group
+        self.as_row = as_row
 
     def __repr__(self) -> str:
         return f"LocalBatch({super().__repr__()}, {self.layout})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Groups do not leave their process.
-        return LocalBatch, (dict(self), self.layout)
+        # Groups do not leave their process, nor does what attends over them.
+        entries = {key: value for key, value in self.items() if key != KEYWORD}
+        return LocalBatch, (entries, self.layout, None, self.as_row)
 
     def copy(self) -> LocalBatch:
-        return LocalBatch(self, self.layout, self.group)
+        return self | {}
 
     def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
-        return LocalBatch(dict(self) | dict(other), self.layout, self.group)
+        return LocalBatch(dict(self) | dict(other), self.layout, self.group, self.as_row)
 
 
 def pack(
@@ -80,7 +90,7 @@ def pack(
 ) -> _C.PackedBatch:
     """Lays the documents of all rows end to end (``form="stream"``) or leaves
     rows as they are (``form="rows"``). Nothing is copied yet."""
-    rows, _ = _read(batch, table, sentinel, pass_through)
+    rows, _ = read(batch, table, sentinel, pass_through)
     return _C.pack(rows, form)
 
 
@@ -117,7 +127,8 @@ def shard(
     *,
     rank: int | None = None,
     ranks: int | None = None,
-    layout: str = "head-tail",
+    model: torch.nn.Module | None = None,
+    layout: str | None = None,
     ownership: _C.Ownership | None = None,
     multiple: int = 1,
     table: _C.TokenTable | None = None,
@@ -129,9 +140,14 @@ def shard(
 ) -> LocalBatch:
     """One rank's share of a batch as a collator gives it.
 
+    With a `model` that `parallelize` was called on, the result is for
+    ``model(**local)``: cut as the model wants it, `labels` shifted before the cut
+    and passed on as `shift_labels` with the batch's `num_items_in_batch`, targets of
+    pads ignored, and how its layers attend under the key "longspan".
+
     The rank comes from `group`, or from `rank` and `ranks` (one rank of one by
-    default). `layout` is one of `LAYOUTS`; for any other cut give an `ownership`
-    of the padded tokens (pads go to the end) and "rows" or "stream" as layout.
+    default). `layout` ("head-tail" by default) is one of `LAYOUTS`; for any other cut
+    give an `ownership` of the padded tokens (pads go to the end) and "rows" or "stream" as layout.
     The shares of a named layout are a multiple of `multiple` tokens. `shift_labels`
     says that labels are unshifted: each token then gets the label of the next one
     in its row, before the cut. `ahead` adds tensors for multi-token prediction,
@@ -143,12 +159,34 @@ def shard(
 
     The batch is not changed, and every per-token tensor in the result is new.
     """
+    if model is not None:
+        from longspan.model_batch import shard_for_model
+
+        if rank is not None or ranks is not None or shift_labels:
+            raise ValueError(
+                "shard: with a model the ranks are those of its group, and labels are always "
+                "shifted; leave `rank`, `ranks` and `shift_labels` out"
+            )
+        rows, others = read(batch, table, sentinel, pass_through)
+        rows = shifted(rows, False, ahead)
+        return shard_for_model(
+            batch, rows, others, group, model, layout, ownership, multiple, check_agreement
+        )
     rank, ranks = _rank_and_size(group, rank, ranks)
-    rows, others = _read(batch, table, sentinel, pass_through)
-    rows = _shifted(rows, shift_labels, ahead)
+    rows, others = read(batch, table, sentinel, pass_through)
+    rows = shifted(rows, shift_labels, ahead)
     over = group if isinstance(group, Group) else None
-    return _share(
-        batch, rows, others, rank, ranks, layout, ownership, multiple, over, check_agreement
+    return share(
+        batch,
+        rows,
+        others,
+        rank,
+        ranks,
+        "head-tail" if layout is None else layout,
+        ownership,
+        multiple,
+        over,
+        check_agreement,
     )
 
 
@@ -170,11 +208,11 @@ def shard_chunks(
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
     rank, ranks = _rank_and_size(group, rank, ranks)
-    rows, others = _read(batch, table, sentinel, pass_through)
-    rows = _shifted(rows, shift_labels, ahead)
+    rows, others = read(batch, table, sentinel, pass_through)
+    rows = shifted(rows, shift_labels, ahead)
     over = group if isinstance(group, Group) else None
     return [
-        _share(batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement)
+        share(batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement)
         for chunk in _C.chunks(rows, num_chunks)
     ]
 
@@ -204,6 +242,8 @@ def unshard(
         )
     if group is None and isinstance(local, LocalBatch):
         group = local.group
+    if isinstance(local, LocalBatch) and local.as_row:
+        tensors = _without_row(tensors)
     if group is not None and isinstance(tensors, torch.Tensor):
         tensors = _gathered(tensors, layout, group, axis)
     shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -212,6 +252,20 @@ def unshard(
     if not shards:
         raise ValueError("unshard: no tensors; give one for each rank")
     return _C.unshard(shards, layout, trim, fill, axis)
+
+
+def _without_row(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+) -> torch.Tensor | list[torch.Tensor]:
+    """The stream of every tensor, out of the one row it was given."""
+    if not isinstance(tensors, torch.Tensor):
+        return [_without_row(tensor) for tensor in tensors]  # type: ignore[misc]
+    if tensors.dim() == 0 or tensors.shape[0] != 1:
+        raise ValueError(
+            f"unshard: the batch lies in one row, so expected [1, tokens, ...], got "
+            f"{list(tensors.shape)}"
+        )
+    return tensors.squeeze(0)
 
 
 def _gathered(
@@ -229,6 +283,11 @@ def _gathered(
         )
     sizes = [layout.ownership.local_tokens(rank) for rank in range(layout.ranks)]
     return all_gather_tokens(tensor, axis=axis, sizes=sizes, group=group)
+
+
+def check_layout(who: str, layout: str) -> None:
+    """An error that names the layouts, unless this is one of them."""
+    _cut_named(who, layout)
 
 
 def _cut_named(who: str, layout: str) -> _Cut:
@@ -258,7 +317,7 @@ def _rank_and_size(
     return (0, 1) if rank is None or ranks is None else (rank, ranks)
 
 
-def _read(
+def read(
     batch: Mapping[str, Any],
     table: _C.TokenTable | None,
     sentinel: int,
@@ -294,7 +353,7 @@ def _check_tensors(
             )
 
 
-def _shifted(
+def shifted(
     rows: _C.RowBatch,
     shift_labels: bool,
     ahead: Mapping[str, tuple[str, int]] | None,
@@ -310,7 +369,7 @@ def _shifted(
     return rows
 
 
-def _share(
+def share(
     batch: Mapping[str, Any],
     rows: _C.RowBatch,
     others: Mapping[str, Any],
@@ -322,6 +381,7 @@ def _share(
     group: Group | None,
     check_agreement: bool,
 ) -> LocalBatch:
+    """One rank's share of rows that were read; `layout` as in `shard`."""
     if ownership is None:
         cut = _cut_named("shard", layout)
         to = _C.padding_for(cut.kind, cut.form, ranks, multiple)

@@ -1,0 +1,114 @@
+"""Batches for models: what `shard(..., model=model)` adds to a rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from longspan import _C, transformers_models
+from longspan.batch import KEYWORD, LocalBatch, share
+from longspan.group import Group
+from longspan.models import LocalAttention, Parallelized, state_of
+
+_IGNORED = -100
+#: For callers of attend; models would not know them.
+_NOT_FOR_MODELS = ("padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+
+def shard_for_model(
+    batch: Mapping[str, Any],
+    rows: _C.RowBatch,
+    others: Mapping[str, Any],
+    group: Any,
+    model: torch.nn.Module,
+    layout: str | None,
+    ownership: _C.Ownership | None,
+    multiple: int,
+    check_agreement: bool,
+) -> LocalBatch:
+    """One rank's share of a batch, for ``model(**local)``."""
+    state = state_of("shard", model)
+    ranks = _group_of(state, group)
+    transformers_models.check_batch(model, batch)
+    layout, ownership = _cut_of(state, layout, ownership)
+    rows, targets = _with_targets(rows)
+    local = share(
+        batch,
+        rows,
+        others,
+        ranks.rank(),
+        ranks.size(),
+        layout,
+        ownership,
+        multiple,
+        ranks,
+        check_agreement,
+    )
+    _check_shares(local.layout)
+    for key in _NOT_FOR_MODELS:
+        local.pop(key, None)
+    if local.layout.form == "stream":
+        for key in dict(rows.tokens).keys() & local.keys() | {"position_ids"}:
+            local[key] = local[key].unsqueeze(0)
+        local.as_row = True
+    if targets is not None:
+        local.setdefault("labels", local["shift_labels"])
+        local.setdefault("num_items_in_batch", targets)
+    local["use_cache"] = False
+    local[KEYWORD] = LocalAttention(local.layout, ranks, state.strategy, state.windows)
+    return local
+
+
+def _group_of(state: Parallelized, group: Any) -> Group:
+    if group is None:
+        return state.group
+    given = Group.of(group)
+    if (given.name, given.rank(), given.size()) != (
+        state.group.name,
+        state.group.rank(),
+        state.group.size(),
+    ):
+        raise ValueError(
+            f"shard: the model was parallelized over {state.group}, but the batch is to be cut "
+            f"over {given}; give the same group"
+        )
+    return state.group
+
+
+def _cut_of(
+    state: Parallelized, layout: str | None, ownership: _C.Ownership | None
+) -> tuple[str, _C.Ownership | None]:
+    """This batch's own wish, else what the model was told."""
+    if ownership is not None:
+        return layout or "rows", ownership
+    if layout is not None:
+        return layout, None
+    if isinstance(state.ownership, _C.Ownership):
+        return "rows", state.ownership
+    return state.ownership, None
+
+
+def _check_shares(layout: _C.Layout) -> None:
+    """transformers cannot reshape tensors without tokens."""
+    sizes = [layout.ownership.local_tokens(rank) for rank in range(layout.ranks)]
+    if layout.rows == 0 or 0 in sizes:
+        raise ValueError(
+            f"shard: ranks would hold {', '.join(map(str, sizes))} tokens of {layout.rows} rows; a "
+            f"model needs some on every rank, so give more tokens or another ownership"
+        )
+
+
+def _with_targets(rows: _C.RowBatch) -> tuple[_C.RowBatch, torch.Tensor | None]:
+    """The rows with `shift_labels`, and how many targets they hold: the label of
+    the next token in the row, and nothing to learn where the token is a pad."""
+    names = dict(rows.tokens)
+    if "shift_labels" not in names:
+        if "labels" not in names:
+            return rows, None
+        rows = _C.shift_left(rows, "labels", "shift_labels")
+    rows = _C.clear_pads(rows, "shift_labels")
+    targets = dict(rows.tokens)["shift_labels"].ne(_IGNORED).sum()
+    # A batch with nothing to learn has loss 0, not 0 / 0.
+    return rows, targets.clamp(min=1)

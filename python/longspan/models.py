@@ -1,0 +1,221 @@
+"""Models under context parallelism: one call before training, one for each batch.
+
+group = longspan.Group.from_environment()
+model = longspan.parallelize(model, group)
+local = longspan.shard(batch, group, model=model)
+loss = model(**local).loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from longspan import _C
+from longspan.attention import STRATEGIES, attend, attention_layout
+from longspan.batch import check_layout
+from longspan.group import Group
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+#: Where a parallelized module keeps what was done to it.
+_MARK = "_longspan"
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What one attention layer computes, as far as its module says."""
+
+    name: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sink: bool = False
+
+
+@dataclass
+class Parallelized:
+    """What `parallelize` did to a model, and what `shard` must know about it."""
+
+    group: Group
+    strategy: str
+    ownership: str | _C.Ownership
+    layers: list[AttentionLayer]
+    #: What `restore` puts back: (object, attribute, value or _ABSENT).
+    undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Each kind of mask that its layers need, once; None is causal."""
+        return list(dict.fromkeys([None, *(layer.window for layer in self.layers)]))
+
+    def replace(self, owner: Any, attribute: str, value: Any) -> None:
+        """Sets an attribute of one instance and remembers what was there."""
+        self.undo.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
+        vars(owner)[attribute] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a parallelized model cannot be copied or pickled whole, since its group stays in this "
+            "process; restore the model, copy it, and parallelize both (a state_dict is fine)"
+        )
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
+class LocalAttention:
+    """How one rank's tokens of one batch attend: the layout of each kind of layer,
+    and the group. `shard` puts it into the batch, and the model's own call carries
+    it to every attention layer.
+
+    Neither a tensor nor a dataclass: wrappers that move or cast what they find in
+    keyword arguments leave it alone, and the layouts stay on the host."""
+
+    def __init__(
+        self, layout: _C.Layout, group: Group, strategy: str, windows: list[int | None]
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.strategy = strategy
+        self._layouts = {window: self._layout_for(window) for window in windows}
+
+    def _layout_for(self, window: int | None) -> torch.Tensor:
+        masks = [
+            _C.Mask.causal(packing) if window is None else _C.Mask.sliding(packing, window)
+            for packing in self.layout.packings
+        ]
+        return attention_layout(self.layout.ownership, masks)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> torch.Tensor:
+        """q, k and v [B, H, L, D] of this rank's tokens; [B, H, L, Dv] comes back."""
+        layout = self._layouts.get(window)
+        if layout is None:
+            layout = self._layouts[window] = self._layout_for(window)
+        out = attend(
+            q,
+            k,
+            v,
+            layout=layout,
+            group=self.group,
+            strategy=self.strategy,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def __repr__(self) -> str:
+        kinds = ", ".join("causal" if w is None else f"window {w}" for w in self._layouts)
+        return f"LocalAttention({kinds}; {self.strategy} over {self.group})"
+
+
+def parallelize(
+    model: Model,
+    group: Any = None,
+    *,
+    strategy: str = "ring",
+    ownership: str | _C.Ownership = "head-tail",
+) -> Model:
+    """Makes the attention of a model run over the ranks of `group`; returns the
+    same object. Batches then come from ``shard(batch, group, model=model)``.
+
+    `strategy` is one of `STRATEGIES`. `ownership` says how batches are cut: one of
+    `longspan.batch.LAYOUTS`, or an `Ownership`. `restore` undoes it all.
+
+    Understood are decoders of Hugging Face transformers, bare or wrapped (peft,
+    DDP, FSDP2, torch.compile). Only the instances inside `model` change, never a
+    class, a module of Python, or a configuration that other models may share.
+    """
+    from longspan import transformers_models
+
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"parallelize: expected a torch.nn.Module, got {type(model).__name__}")
+    ranks = Group() if group is None else Group.of(group)
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"parallelize: strategy '{strategy}' is not one of {', '.join(STRATEGIES)}"
+        )
+    if isinstance(ownership, _C.Ownership):
+        if ownership.ranks != ranks.size():
+            raise ValueError(
+                f"parallelize: the ownership has {ownership.ranks} ranks, the group {ranks.size()}"
+            )
+    else:
+        check_layout("parallelize", ownership)
+    if _state_of(model) is not None:
+        raise ValueError(
+            "parallelize: this model is parallelized already; call longspan.restore(model) first"
+        )
+    layers = transformers_models.attention_layers(model)
+    state = Parallelized(ranks, strategy, ownership, layers)
+    transformers_models.redirect(model, state)
+    for owner in transformers_models.entrances(model):
+        state.replace(owner, _MARK, state)
+        if callable(getattr(owner, "generate", None)):
+            state.replace(owner, "generate", _refuse_to_generate)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undoes `parallelize`; returns the same object."""
+    state = _state_of(model)
+    if state is None:
+        raise ValueError("restore: this model is not parallelized")
+    for owner, attribute, value in reversed(state.undo):
+        if value is _ABSENT:
+            vars(owner).pop(attribute, None)
+        else:
+            vars(owner)[attribute] = value
+    state.undo.clear()
+    return model
+
+
+def state_of(who: str, model: Any) -> Parallelized:
+    """What `parallelize` noted about a model, also through wrappers."""
+    state = _state_of(model) if isinstance(model, torch.nn.Module) else None
+    if state is None:
+        raise ValueError(
+            f"{who}: this {type(model).__name__} is not parallelized; call "
+            f"longspan.parallelize(model, group) first"
+        )
+    return state
+
+
+def _state_of(model: torch.nn.Module) -> Parallelized | None:
+    for module in model.modules():
+        state = vars(module).get(_MARK)
+        if state is not None:
+            assert isinstance(state, Parallelized)
+            return state
+    return None
+
+
+def _refuse_to_generate(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "generate: this model is parallelized, and generation decodes token by token on one "
+        "rank; call longspan.restore(model) first"
+    )

@@ -1,0 +1,244 @@
+"""Decoders of Hugging Face transformers: how their attention comes to us.
+
+transformers looks attention functions up by a name in each module's configuration.
+We register one name, and give the modules of a parallelized model copies of their
+configurations that say it. The name has no mask function, so transformers builds no
+[S, S] masks; masks come from the batch's documents instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longspan.batch import KEYWORD
+from longspan.models import AttentionLayer, LocalAttention, Parallelized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "longspan"
+#: Kinds of layers whose tokens meet in attention alone.
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+#: Heads whose answer is one for a row, made from tokens that may lie elsewhere.
+_ROW_HEADS = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
+    local = rest.get(KEYWORD)
+    if not isinstance(local, LocalAttention):
+        raise ValueError(
+            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
+            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
+            f"documents already say who sees whom; give the mask to shard instead"
+        )
+    if position_bias is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__}: adds a bias to scores, which attention over ranks does "
+            f"not have"
+        )
+    if is_causal is False:
+        raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
+    out = local.attend(
+        query,
+        key,
+        value,
+        window=sliding_window,
+        scale=scaling,
+        softcap=softcap,
+        sink=s_aux,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2), None
+
+
+def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+    """The attention layers of a model, or an error that names what cannot be cut."""
+    found = list(_pretrained(model))
+    if not found:
+        raise TypeError(
+            f"parallelize: {type(model).__name__} holds no transformers model; for other models "
+            f"call longspan.attend in place of their attention"
+        )
+    for part in found:
+        _check_model(part)
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
+            raise NotImplementedError(
+                f"parallelize: '{name}' ({type(module).__name__}) mixes tokens outside attention, "
+                f"which cutting the tokens would change"
+            )
+    layers = []
+    for name, module in model.named_modules():
+        if _is_attention(module):
+            if not module.is_causal:
+                raise NotImplementedError(
+                    f"parallelize: '{name}' attends to both sides; only causal decoders are "
+                    f"understood"
+                )
+            layers.append(_layer(name, module))
+    if not layers:
+        raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
+    return layers
+
+
+def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The object itself, and the transformers models and wrappers inside that
+    callers may hold on to."""
+    inside = [
+        module
+        for module in model.modules()
+        if module is not model and (_is_pretrained(module) or hasattr(module, "generate"))
+    ]
+    return [model, *inside]
+
+
+def redirect(model: torch.nn.Module, state: Parallelized) -> None:
+    """Gives the modules configurations of their own that name our function."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, attention)
+    copies: dict[int, Any] = {}
+    ours: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if not _is_config(config):
+            continue
+        if id(config) not in ours:
+            made: Any = copy.deepcopy(config, copies)
+            made._attn_implementation_internal = _NAME
+            ours[id(config)] = made
+        state.replace(module, "config", ours[id(config)])
+
+
+def check_batch(model: torch.nn.Module, batch: Any) -> None:
+    """What the model would get wrong about this batch."""
+    for part in _pretrained(model):
+        if "labels" in batch or "shift_labels" in batch:
+            _check_loss(part)
+        embeds = batch.get("inputs_embeds") is not None
+        if (
+            embeds
+            and getattr(part.config, "hidden_size_per_layer_input", None)
+            and batch.get("per_layer_inputs") is None
+        ):
+            raise ValueError(
+                f"shard: {type(part).__name__} looks up its per-layer inputs by token, and "
+                f"`inputs_embeds` has no ids; give `per_layer_inputs` too, from "
+                f"get_per_layer_inputs(input_ids)"
+            )
+
+
+def _check_loss(part: PreTrainedModel) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not type(part).__name__.endswith("ForCausalLM"):
+        return
+    if part.loss_function is not ForCausalLMLoss:
+        raise NotImplementedError(
+            f"shard: {type(part).__name__} has a loss of its own "
+            f"({getattr(part.loss_function, '__name__', part.loss_function)}), which may not take "
+            f"shift_labels and num_items_in_batch; leave `labels` out and reduce the loss with "
+            f"longspan.reduce_loss"
+        )
+
+
+def _check_model(part: PreTrainedModel) -> None:
+    name, config = type(part).__name__, part.config
+    for head in _ROW_HEADS:
+        if name.endswith(head):
+            raise NotImplementedError(
+                f"parallelize: {name} makes one answer from tokens of a whole row; its decoder "
+                f"can be parallelized, its head cannot"
+            )
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"parallelize: {name} has an encoder; give a decoder")
+    for tower in ("vision_config", "audio_config"):
+        if getattr(config, tower, None) is not None:
+            raise NotImplementedError(
+                f"parallelize: {name} also reads images or sound ({tower}); give its text "
+                f"decoder, as in the ...ForCausalLM class of the family"
+            )
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _LAYER_KINDS:
+            raise NotImplementedError(
+                f"parallelize: {name} has layers of kind '{kind}'; understood are "
+                f"{' and '.join(_LAYER_KINDS)}"
+            )
+    if not getattr(part, "_supports_attention_backend", False):
+        raise NotImplementedError(
+            f"parallelize: {name} does not look its attention up by name "
+            f"(_supports_attention_backend is not set), so it cannot be redirected"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            f"parallelize: {name} adds a router loss over the tokens at hand "
+            f"(output_router_logits), which is not a sum over ranks; set it to False"
+        )
+
+
+def _layer(name: str, module: Any) -> AttentionLayer:
+    config = module.config
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(module, "num_key_value_groups", 1))
+    head_dim = int(getattr(module, "head_dim", config.hidden_size // heads))
+    sinks = getattr(module, "sinks", None)
+    return AttentionLayer(
+        name=name,
+        heads=heads,
+        key_heads=heads // groups,
+        head_dim=int(getattr(module, "qk_head_dim", head_dim)),
+        value_dim=int(getattr(module, "v_head_dim", head_dim)),
+        window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        sink=isinstance(sinks, torch.Tensor),
+    )
+
+
+def _is_attention(module: Any) -> bool:
+    return hasattr(module, "is_causal") and _is_config(vars(module).get("config"))
+
+
+def _is_config(value: Any) -> bool:
+    from transformers import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
+
+
+def _is_pretrained(module: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _pretrained(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return
+    for module in model.modules():
+        if _is_pretrained(module):
+            yield module  # type: ignore[misc]

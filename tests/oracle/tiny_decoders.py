@@ -1,0 +1,277 @@
+"""Tiny random decoders of Hugging Face transformers, batches for them, and what is
+right: the same model on each document alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY = 61
+IGNORED = -100
+#: Sliding layers see this many keys, fewer than most documents have.
+WINDOW = 5
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_BOTH_KINDS = ["sliding_attention", "full_attention"]
+
+
+def _decoder(model: str, config: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        made = getattr(transformers, config)(**(_COMMON | options))
+        return getattr(transformers, model)(made)
+
+    return make
+
+
+#: The families that the package promises.
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _decoder("LlamaForCausalLM", "LlamaConfig"),
+    "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config"),
+    "mistral": _decoder("MistralForCausalLM", "MistralConfig", sliding_window=WINDOW),
+    "gemma2": _decoder(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        sliding_window=WINDOW,
+        attn_logit_softcapping=3.0,
+        query_pre_attn_scalar=8,
+    ),
+    "gemma3": _decoder(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=8,
+        layer_types=_BOTH_KINDS,
+    ),
+    "gemma4": _decoder(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        layer_types=_BOTH_KINDS * 2,
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+    "gpt_oss": _decoder(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        sliding_window=WINDOW,
+        layer_types=_BOTH_KINDS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    ),
+}
+
+#: Others that need nothing of their own.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "qwen2": _decoder("Qwen2ForCausalLM", "Qwen2Config"),
+    "olmo2": _decoder("Olmo2ForCausalLM", "Olmo2Config"),
+    "phi3": _decoder("Phi3ForCausalLM", "Phi3Config", sliding_window=WINDOW),
+    "granite": _decoder("GraniteForCausalLM", "GraniteConfig"),
+    "mixtral": _decoder(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        num_local_experts=4,
+        experts_implementation="eager",
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ),
+    "deepseek_v3": _decoder(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        head_dim=4,
+        v_head_dim=10,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        experts_implementation="eager",
+    ),
+}
+
+
+def decoder(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model with random weights, the same in every process and type."""
+    torch.manual_seed(0)
+    model = (FAMILIES | OTHERS)[family]()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(0.2 * values)
+    return model.to(dtype)
+
+
+@dataclass(frozen=True)
+class Document:
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch as a collator gives it, and where its documents lie."""
+
+    batch: Mapping[str, Tensor]
+    documents: tuple[Document, ...]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.batch["input_ids"]
+
+    def targets(self) -> Tensor:
+        """The label of the next token of the row; nothing where the token is a pad."""
+        shifted = torch.full_like(self.batch["labels"], IGNORED)
+        shifted[:, :-1] = self.batch["labels"][:, 1:]
+        kept = torch.full_like(shifted, IGNORED)
+        for d in self.documents:
+            kept[d.row, d.begin : d.end] = shifted[d.row, d.begin : d.end]
+        return kept
+
+
+def _ids(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(rows * 1000 + length)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=random)
+    labels = ids.clone()
+    labels[torch.rand(rows, length, generator=random) < 0.15] = IGNORED
+    return ids, labels
+
+
+def packed(*rows: list[int]) -> Case:
+    """Rows of documents one after the other, told apart by their positions."""
+    length = sum(rows[0])
+    ids, labels = _ids(len(rows), length)
+    documents, positions = [], torch.zeros_like(ids)
+    for row, lengths in enumerate(rows):
+        begin = 0
+        for size in lengths:
+            documents.append(Document(row, begin, begin + size))
+            positions[row, begin : begin + size] = torch.arange(size)
+            begin += size
+    return Case({"input_ids": ids, "labels": labels, "position_ids": positions}, tuple(documents))
+
+
+def padded(lengths: list[int], length: int, side: str) -> Case:
+    """One document a row, with pads on one side; labels of pads are ids like any."""
+    ids, labels = _ids(len(lengths), length)
+    mask, documents = torch.zeros_like(ids), []
+    for row, size in enumerate(lengths):
+        begin = 0 if side == "right" else length - size
+        mask[row, begin : begin + size] = 1
+        documents.append(Document(row, begin, begin + size))
+    return Case({"input_ids": ids, "labels": labels, "attention_mask": mask}, tuple(documents))
+
+
+def with_lengths(case: Case) -> Case:
+    """The same documents as `seq_lens`."""
+    rows = case.ids.shape[0]
+    lengths = [[d.end - d.begin for d in case.documents if d.row == row] for row in range(rows)]
+    width = max(map(len, lengths))
+    table = torch.tensor([row + [-1000] * (width - len(row)) for row in lengths])
+    batch = {key: value for key, value in case.batch.items() if key != "position_ids"}
+    return Case(batch | {"seq_lens": table}, case.documents)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "one": lambda: packed([19]),
+    "packed": lambda: packed([4, 9, 1, 11]),
+    "rows": lambda: packed([6, 8, 9], [21, 2]),
+    "lengths": lambda: with_lengths(packed([6, 8, 9], [21, 2])),
+    "right": lambda: padded([13, 5, 17], 17, "right"),
+    "left": lambda: padded([13, 5, 17], 17, "left"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of the whole batch on one rank."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    #: One for each document.
+    logits: tuple[Tensor, ...]
+
+
+def embedded(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with embeddings in place of ids, and what else some models need."""
+    rest = {key: value for key, value in batch.items() if key != "input_ids"}
+    with torch.no_grad():
+        rest["inputs_embeds"] = model.get_input_embeddings()(batch["input_ids"])
+        if getattr(model.config, "hidden_size_per_layer_input", None):
+            rest["per_layer_inputs"] = model.model.get_per_layer_inputs(batch["input_ids"])
+    return rest
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@functools.cache
+def answer(
+    family: str, case: str, dtype: torch.dtype = torch.float64, embeds: bool = False
+) -> Answer:
+    """Every document alone, with its slice of the targets and the count of all."""
+    return answer_of(decoder(family, dtype), CASES[case](), embeds)
+
+
+def answer_of(model: Any, case: Case, embeds: bool = False) -> Answer:
+    targets = case.targets()
+    count = targets.ne(IGNORED).sum()
+    loss, logits = 0.0, []
+    for d in case.documents:
+        inputs = {"input_ids": case.ids[d.row : d.row + 1, d.begin : d.end]}
+        out = model(
+            **(embedded(model, inputs) if embeds else inputs),
+            labels=inputs["input_ids"],
+            shift_labels=targets[d.row : d.row + 1, d.begin : d.end],
+            num_items_in_batch=count,
+            use_cache=False,
+        )
+        out.loss.backward()
+        loss += out.loss.item()
+        logits.append(out.logits[0].detach())
+    return Answer(loss, gradients_of(model), tuple(logits))

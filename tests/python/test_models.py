@@ -1,0 +1,426 @@
+"""Unmodified decoders over ranks: loss and every gradient are those of the same
+model on each document alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan import Group, LocalBatch, Ownership, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle.tiny_decoders import (
+    CASES,
+    FAMILIES,
+    OTHERS,
+    WINDOW,
+    Answer,
+    answer,
+    decoder,
+    embedded,
+    gradients_of,
+    packed,
+    padded,
+)
+
+RANKS = (1, 2, 3, 4)
+
+
+def over_ranks(
+    family: str,
+    case: str,
+    ranks: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    embeds: bool = False,
+    cut: dict[str, Any] | None = None,
+    **options: Any,
+) -> Answer:
+    """The same answer, put together from what the ranks computed."""
+    whole = CASES[case]()
+    model = decoder(family, dtype)
+
+    def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor]:
+        mine = longspan.parallelize(copy.deepcopy(model), group, **options)
+        batch = embedded(model, whole.batch) if embeds else whole.batch
+        local = longspan.shard(batch, group, model=mine, **(cut or {}))
+        out = mine(**local)
+        out.loss.backward()
+        logits = longspan.unshard(out.logits.detach(), local)
+        return out.loss.item(), gradients_of(mine), logits
+
+    results = run_ranks(ranks, body)
+    gradients: dict[str, Tensor] = {}
+    for _, some, _ in results:
+        for name, gradient in some.items():
+            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
+    for _, _, logits in results:
+        assert logits.equal(results[0][2])
+    return Answer(
+        sum(loss for loss, _, _ in results),
+        gradients,
+        tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents),
+    )
+
+
+def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
+    """Norms, rotary embeddings and the loss are float32 inside these models, also
+    in float64; so parts of 1e-6 are what can be asked."""
+    assert ours.loss == pytest.approx(true.loss, rel=tolerance)
+    for mine, theirs in zip(ours.logits, true.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert ours.gradients.keys() == true.gradients.keys()
+    for name, gradient in true.gradients.items():
+        error = (ours.gradients[name] - gradient).abs().max()
+        assert error <= tolerance * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
+    check(over_ranks(family, case, ranks), answer(family, case))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("strategy", [s for s in longspan.STRATEGIES if s != "ring"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy(family: str, strategy: str, ranks: int) -> None:
+    check(over_ranks(family, "rows", ranks, strategy=strategy), answer(family, "rows"))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
+    true = answer(family, "rows", embeds=True)
+    check(over_ranks(family, "rows", ranks, embeds=True), true)
+
+
+@pytest.mark.parametrize("layout", longspan.batch.LAYOUTS)
+@pytest.mark.parametrize("case", ["rows", "left"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_layout(family: str, case: str, layout: str) -> None:
+    check(over_ranks(family, case, 3, ownership=layout), answer(family, case))
+    check(over_ranks(family, case, 2, cut={"layout": layout}), answer(family, case))
+
+
+def test_an_uneven_ownership_of_rows() -> None:
+    uneven = Ownership.of_sizes([3, 1, 19])
+    check(over_ranks("mistral", "rows", 3, ownership=uneven), answer("mistral", "rows"))
+    check(over_ranks("mistral", "rows", 3, cut={"ownership": uneven}), answer("mistral", "rows"))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_decoders_need_nothing_of_their_own(family: str, ranks: int) -> None:
+    check(over_ranks(family, "rows", ranks), answer(family, "rows"))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_as_exact_as_one_rank(family: str, ranks: int) -> None:
+    true = answer(family, "rows")
+    plain = answer(family, "rows", torch.float32)
+    ours = over_ranks(family, "rows", ranks, dtype=torch.float32)
+    assert abs(ours.loss - true.loss) <= 2 * abs(plain.loss - true.loss) + 1e-6 * true.loss
+
+    def errors(of: Answer) -> Tensor:
+        return torch.stack(
+            [
+                (of.gradients[name].double() - gradient).norm() / gradient.norm()
+                for name, gradient in true.gradients.items()
+            ]
+        )
+
+    # Errors of single parameters are a matter of luck; their size is not.
+    assert errors(ours).max() <= 2 * errors(plain).max()
+    assert errors(ours).mean() <= 2 * errors(plain).mean()
+
+
+# ---- What shard hands to a model.
+
+
+def test_what_a_model_gets() -> None:
+    model = longspan.parallelize(decoder("mistral"))
+    case = packed([4, 9, 1, 11])
+    local = longspan.shard(case.batch | {"name": "b7"}, model=model)
+    assert list(local) == [
+        "input_ids",
+        "labels",
+        "position_ids",
+        "name",
+        "shift_labels",
+        "num_items_in_batch",
+        "use_cache",
+        "longspan",
+    ]
+    assert local["use_cache"] is False
+    # Padded from 25 to 26 tokens, two chunks of one rank.
+    targets = torch.nn.functional.pad(case.targets(), (0, 1), value=-100)
+    assert local["shift_labels"].equal(targets)
+    assert local["num_items_in_batch"] == targets.ne(-100).sum()
+    assert repr(local["longspan"]).startswith(f"LocalAttention(causal, window {WINDOW}; ring")
+    assert "input_ids" in case.batch  # and not changed
+    for key, value in packed([4, 9, 1, 11]).batch.items():
+        assert case.batch[key].equal(value)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_targets_of_pads_are_ignored(side: str) -> None:
+    """The last left pad would learn the first real token; a row's last real token
+    keeps the label that stands after it, even on a pad."""
+    case = padded([3, 5], 5, side)
+    batch = {**case.batch, "labels": case.ids.clone()}
+    local = longspan.shard(batch, model=longspan.parallelize(decoder("llama")))
+    learned = local["shift_labels"][:, :5].ne(-100)
+    expected = case.batch["attention_mask"].bool()
+    expected[:, -1] = False
+    assert learned.equal(expected)
+    assert local["num_items_in_batch"] == expected.sum()
+
+
+def test_positions_are_those_of_documents_and_given_ones_stay() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    left = longspan.shard(padded([3, 5], 5, "left").batch, model=model)
+    assert left["position_ids"][0, 2:5].tolist() == [0, 1, 2]
+    given = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    given["position_ids"] = torch.tensor([[7, 8, 9, 10]])
+    assert longspan.shard(given, model=model)["position_ids"].tolist() == [[7, 8, 9, 10]]
+
+
+def test_without_labels_it_is_a_plain_forward() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    ids = packed([7, 5]).batch["input_ids"]
+    local = longspan.shard({"input_ids": ids}, model=model)
+    assert "labels" not in local and "num_items_in_batch" not in local
+    out = model(**local)
+    assert out.loss is None and out.logits.shape[1] == 12
+
+
+def test_shift_labels_and_counts_that_are_given_stay() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    case = packed([7, 5])
+    given = {"input_ids": case.ids, "shift_labels": case.targets(), "num_items_in_batch": 640}
+    local = longspan.shard(given, model=model)
+    assert local["shift_labels"].equal(case.targets())
+    assert local["num_items_in_batch"] == 640
+    whole = longspan.shard(case.batch, model=model)
+    count = case.batch["labels"].ne(-100).sum()
+    mean = model(**longspan.shard({**case.batch, "position_ids": None}, model=model)).loss
+    assert mean.isfinite() and whole["num_items_in_batch"] <= count
+    one_document = longspan.shard({"input_ids": case.ids, "labels": case.ids}, model=model)
+    given = {"input_ids": case.ids, "labels": case.ids, "num_items_in_batch": 640}
+    ours = model(**longspan.shard(given, model=model)).loss * 640 / 11
+    torch.testing.assert_close(ours, model(**one_document).loss)
+
+
+def test_nothing_to_learn_is_loss_zero() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    ids = packed([6]).ids
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    loss = model(**longspan.shard(batch, model=model)).loss
+    assert loss == 0
+    loss.backward()
+    assert not model.lm_head.weight.grad.any()
+
+
+def test_a_local_batch_travels_without_its_group() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(packed([7, 5]).batch, model=model, layout="contiguous-stream")
+    again = pickle.loads(pickle.dumps(local))
+    assert isinstance(again, LocalBatch) and "longspan" not in again and again.as_row
+    assert (local | {"more": 1}).as_row and local.copy()["longspan"] is local["longspan"]
+    assert longspan.unshard(again["input_ids"], again).equal(packed([7, 5]).ids)
+
+
+# ---- What stays untouched, and what is refused.
+
+
+def test_only_the_instance_changes_and_restore_undoes_it() -> None:
+    model, batch = decoder("gemma3"), packed([7, 5]).batch
+    config = model.config
+    neighbour = type(model)(config).double()
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    function = type(model).forward
+    assert longspan.parallelize(model) is model
+    assert model.config is not config and model.model.config is model.config
+    assert config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "longspan"
+    assert neighbour(input_ids=batch["input_ids"]).logits.isfinite().all()
+    assert neighbour.config is config
+    assert longspan.restore(model) is model
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert model.config is config and type(model).forward is function
+    plain = model(input_ids=batch["input_ids"]).logits
+    again = longspan.parallelize(model)(
+        **longspan.shard({"input_ids": batch["input_ids"]}, model=model)
+    )
+    torch.testing.assert_close(again.logits, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_two_models_with_two_settings() -> None:
+    """No global switch: both are right at once, on the same threads."""
+
+    def body(group: Group) -> None:
+        one = longspan.parallelize(decoder("llama"), group)
+        two = longspan.parallelize(
+            decoder("llama"), group, strategy="gathered", ownership="contiguous-rows"
+        )
+        case = packed([7, 5])
+        logits = [
+            longspan.unshard(m(**local).logits, local)
+            for m in (one, two)
+            for local in [longspan.shard(case.batch, group, model=m)]
+        ]
+        torch.testing.assert_close(*logits)
+
+    run_ranks(2, body)
+
+
+class _Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+
+def _tiny(name: str, config: str, **options: Any) -> Any:
+    import transformers
+
+    common = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11}
+    made = getattr(transformers, config)(**(common | {"pad_token_id": 0} | options))
+    return getattr(transformers, name)(made)
+
+
+def _router_loss() -> Any:
+    model = decoder("mixtral")
+    model.config.output_router_logits = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: 3, TypeError, "expected a torch.nn.Module, got int"),
+        (_Plain, TypeError, "_Plain holds no transformers model; for other models call"),
+        (
+            lambda: _tiny("LlamaForSequenceClassification", "LlamaConfig"),
+            NotImplementedError,
+            "LlamaForSequenceClassification makes one answer from tokens of a whole row",
+        ),
+        (
+            lambda: _tiny("BertModel", "BertConfig"),
+            NotImplementedError,
+            "attends to both sides",
+        ),
+        (
+            lambda: _tiny("MambaForCausalLM", "MambaConfig"),
+            NotImplementedError,
+            "MambaForCausalLM (has layers of kind 'mamba'|does not look its attention up by name)",
+        ),
+        (
+            lambda: _tiny(
+                "Qwen3NextForCausalLM", "Qwen3NextConfig", num_experts=2, head_dim=8,
+                layer_types=["linear_attention", "full_attention"],
+            ),
+            NotImplementedError,
+            "layers of kind 'linear_attention'",
+        ),
+        (_router_loss, NotImplementedError, "adds a router loss over the tokens at hand"),
+    ],
+    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "router"],
+)  # fmt: skip
+def test_models_that_cannot_be_cut(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        longspan.parallelize(make())
+
+
+def test_options_that_make_no_sense() -> None:
+    model = decoder("llama")
+    with pytest.raises(ValueError, match="strategy 'rings' is not one of ring, "):
+        longspan.parallelize(model, strategy="rings")
+    with pytest.raises(ValueError, match="parallelize: layout 'zigzag' is not one of head-tail"):
+        longspan.parallelize(model, ownership="zigzag")
+    with pytest.raises(ValueError, match="the ownership has 3 ranks, the group 1"):
+        longspan.parallelize(model, ownership=Ownership.contiguous(12, 3))
+    with pytest.raises(ValueError, match="restore: this model is not parallelized"):
+        longspan.restore(model)
+    with pytest.raises(ValueError, match="shard: this LlamaForCausalLM is not parallelized"):
+        longspan.shard(packed([3]).batch, model=model)
+    longspan.parallelize(model)
+    with pytest.raises(ValueError, match=r"parallelized already; call longspan.restore\(model\)"):
+        longspan.parallelize(model)
+    with pytest.raises(ValueError, match="leave `rank`, `ranks` and `shift_labels` out"):
+        longspan.shard(packed([3]).batch, model=model, rank=0, ranks=1)
+    with pytest.raises(TypeError, match="restore the model, copy it, and parallelize both"):
+        copy.deepcopy(model)
+
+
+def test_a_batch_for_another_group() -> None:
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder("llama"))
+        with pytest.raises(ValueError, match="the model was parallelized over Group"):
+            longspan.shard(packed([3]).batch, group, model=model)
+
+    run_ranks(2, body)
+
+
+def test_ranks_without_tokens() -> None:
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder("llama"), group)
+        with pytest.raises(ValueError, match="ranks would hold 0, 12 tokens of 1 rows; a model"):
+            longspan.shard(packed([12]).batch, model=model, ownership=Ownership.of_sizes([0, 12]))
+        with pytest.raises(ValueError, match="ranks would hold 0, 0 tokens of 0 rows"):
+            longspan.shard({"input_ids": torch.zeros(0, 0, dtype=torch.long)}, model=model)
+
+    run_ranks(2, body)
+
+
+def test_calls_that_would_be_wrong() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    ids = packed([7]).ids
+    with pytest.raises(ValueError, match="called without a sharded batch; call model"):
+        model(input_ids=ids)
+    local = longspan.shard({"input_ids": ids}, model=model)
+    square = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match="got an attention_mask beside the sharded batch"):
+        model(**local, attention_mask=square)
+    with pytest.raises(RuntimeError, match="generate: this model is parallelized"):
+        model.generate(input_ids=ids)
+    longspan.restore(model)
+    assert model.generate(input_ids=ids, max_new_tokens=2).shape == (1, 9)
+
+
+def test_dropout_inside_attention_is_refused() -> None:
+    model = decoder("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    longspan.parallelize(model)
+    local = longspan.shard(packed([7]).batch, model=model)
+    model.eval()(**local)
+    with pytest.raises(NotImplementedError, match="attention over ranks has no dropout"):
+        model.train()(**local)
+
+
+def test_per_layer_inputs_cannot_be_guessed_from_embeddings() -> None:
+    model = longspan.parallelize(decoder("gemma4"))
+    batch = embedded(model, packed([7]).batch)
+    del batch["per_layer_inputs"]
+    with pytest.raises(ValueError, match="give `per_layer_inputs` too"):
+        longspan.shard(batch, model=model)
+
+
+def test_a_loss_of_its_own_is_refused() -> None:
+    model = decoder("llama")
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    longspan.parallelize(model)
+    with pytest.raises(NotImplementedError, match="has a loss of its own"):
+        longspan.shard(packed([7]).batch, model=model)
+    assert longspan.shard({"input_ids": packed([7]).ids}, model=model)
