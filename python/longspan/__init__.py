@@ -43,6 +43,7 @@ from longspan.collectives import (
     rotate,
 )
 from longspan.drawing import draw, draw_plan
+from longspan.explaining import explain
 from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
@@ -76,6 +77,7 @@ __all__ = [
     "draw",
     "draw_plan",
     "exchange_needed",
+    "explain",
     "key_windows",
     "leak_probe",
     "merge",

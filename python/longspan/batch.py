@@ -319,9 +319,9 @@ def _rank_and_size(
 
 def read(
     batch: Mapping[str, Any],
-    table: _C.TokenTable | None,
-    sentinel: int,
-    pass_through: Sequence[str],
+    table: _C.TokenTable | None = None,
+    sentinel: int = _SENTINEL,
+    pass_through: Sequence[str] = (),
 ) -> tuple[_C.RowBatch, dict[str, Any]]:
     """The tensors as rows, and the entries that are no tensors."""
     if not isinstance(batch, Mapping):

@@ -30,8 +30,25 @@ def shard_for_model(
 ) -> LocalBatch:
     """One rank's share of a batch, for ``model(**local)``."""
     state = state_of("shard", model)
-    ranks = _group_of(state, group)
+    check_group("shard", state, group)
     transformers_models.check_batch(model, batch)
+    return shard_for_layers(
+        batch, rows, others, state, layout, ownership, multiple, check_agreement
+    )
+
+
+def shard_for_layers(
+    batch: Mapping[str, Any],
+    rows: _C.RowBatch,
+    others: Mapping[str, Any],
+    state: Parallelized,
+    layout: str | None,
+    ownership: _C.Ownership | None,
+    multiple: int,
+    check_agreement: bool,
+) -> LocalBatch:
+    """The same, for whatever has such layers."""
+    ranks = state.group
     layout, ownership = _cut_of(state, layout, ownership)
     rows, targets = _with_targets(rows)
     local = share(
@@ -61,9 +78,10 @@ def shard_for_model(
     return local
 
 
-def _group_of(state: Parallelized, group: Any) -> Group:
+def check_group(who: str, state: Parallelized, group: Any) -> None:
+    """A group that is given beside a model must be the model's."""
     if group is None:
-        return state.group
+        return
     given = Group.of(group)
     if (given.name, given.rank(), given.size()) != (
         state.group.name,
@@ -71,10 +89,9 @@ def _group_of(state: Parallelized, group: Any) -> Group:
         state.group.size(),
     ):
         raise ValueError(
-            f"shard: the model was parallelized over {state.group}, but the batch is to be cut "
+            f"{who}: the model was parallelized over {state.group}, but the batch is to be cut "
             f"over {given}; give the same group"
         )
-    return state.group
 
 
 def _cut_of(

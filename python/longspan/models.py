@@ -37,6 +37,10 @@ class AttentionLayer:
     softcap: float | None = None
     sink: bool = False
 
+    def masks(self, layout: _C.Layout) -> list[_C.Mask]:
+        """Who sees whom in it, for each row or the stream of a batch."""
+        return masks_for(layout, self.window)
+
 
 @dataclass
 class Parallelized:
@@ -74,6 +78,14 @@ class _Absent:
 _ABSENT = _Absent()
 
 
+def masks_for(layout: _C.Layout, window: int | None) -> list[_C.Mask]:
+    """Causal inside documents, and with a window only that many keys."""
+    return [
+        _C.Mask.causal(packing) if window is None else _C.Mask.sliding(packing, window)
+        for packing in layout.packings
+    ]
+
+
 class LocalAttention:
     """How one rank's tokens of one batch attend: the layout of each kind of layer,
     and the group. `shard` puts it into the batch, and the model's own call carries
@@ -91,11 +103,7 @@ class LocalAttention:
         self._layouts = {window: self._layout_for(window) for window in windows}
 
     def _layout_for(self, window: int | None) -> torch.Tensor:
-        masks = [
-            _C.Mask.causal(packing) if window is None else _C.Mask.sliding(packing, window)
-            for packing in self.layout.packings
-        ]
-        return attention_layout(self.layout.ownership, masks)
+        return attention_layout(self.layout.ownership, masks_for(self.layout, window))
 
     def attend(
         self,
@@ -166,7 +174,7 @@ def parallelize(
             )
     else:
         check_layout("parallelize", ownership)
-    if _state_of(model) is not None:
+    if find_state(model) is not None:
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
@@ -182,7 +190,7 @@ def parallelize(
 
 def restore(model: Model) -> Model:
     """Undoes `parallelize`; returns the same object."""
-    state = _state_of(model)
+    state = find_state(model)
     if state is None:
         raise ValueError("restore: this model is not parallelized")
     for owner, attribute, value in reversed(state.undo):
@@ -196,7 +204,7 @@ def restore(model: Model) -> Model:
 
 def state_of(who: str, model: Any) -> Parallelized:
     """What `parallelize` noted about a model, also through wrappers."""
-    state = _state_of(model) if isinstance(model, torch.nn.Module) else None
+    state = find_state(model) if isinstance(model, torch.nn.Module) else None
     if state is None:
         raise ValueError(
             f"{who}: this {type(model).__name__} is not parallelized; call "
@@ -205,7 +213,8 @@ def state_of(who: str, model: Any) -> Parallelized:
     return state
 
 
-def _state_of(model: torch.nn.Module) -> Parallelized | None:
+def find_state(model: torch.nn.Module) -> Parallelized | None:
+    """The same, or None."""
     for module in model.modules():
         state = vars(module).get(_MARK)
         if state is not None:

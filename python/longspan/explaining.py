@@ -1,0 +1,208 @@
+"""What a model under context parallelism will compute and send, before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from longspan import _C, transformers_models
+from longspan.attention import plan, which_kernel
+from longspan.batch import LocalBatch, read
+from longspan.group import Group
+from longspan.model_batch import check_group, shard_for_layers
+from longspan.models import AttentionLayer, Parallelized, find_state
+
+
+_TITLES: tuple[str, ...] = (
+    "layer",
+    "heads",
+    "dims",
+    "sees",
+    "strategy",
+    "steps",
+    "pairs",
+    "sends forward",
+    "backward",
+    "kernel",
+)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One attention layer on this rank, for one batch."""
+
+    layer: AttentionLayer
+    strategy: str
+    steps: int
+    #: Pairs of a query and a key that it sees, of one head.
+    pairs: int
+    sent_forward: int  #: bytes
+    sent_backward: int  #: bytes
+    #: Which kernel computes it, and why a faster one does not.
+    kernel: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each attention layer costs on one rank; print it for a table."""
+
+    rank: int
+    ranks: int
+    tokens: int  #: local ones
+    layers: tuple[LayerCost, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: plain dictionaries, lists and numbers."""
+        return {
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "tokens": self.tokens,
+            "layers": [cost.to_json() for cost in self.layers],
+        }
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank} of {self.ranks}, {self.tokens} tokens"
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for cost in self.layers:
+            rows.setdefault(_columns(cost), []).append(cost.layer.name)
+        table = [_TITLES]
+        for columns, names in rows.items():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            table.append((names[0] + others, *columns))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        return "\n".join([head, *lines])
+
+
+def explain(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    group: Any = None,
+    *,
+    strategy: str = "ring",
+    ownership: str | _C.Ownership = "head-tail",
+) -> Explanation:
+    """What the attention layers of `model` will compute and send on this rank for
+    this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
+
+    `batch` is what a collator gives, or what `shard` made of it. A model that is not
+    parallelized yet is explained as `parallelize` would set it up with `group`,
+    `strategy` and `ownership`.
+    """
+    state = find_state(model)
+    if state is None:
+        ranks = Group() if group is None else Group.of(group)
+        layers = transformers_models.attention_layers(model)
+        state = Parallelized(ranks, strategy, ownership, layers)
+    else:
+        check_group("explain", state, group)
+    if isinstance(batch, LocalBatch):
+        layout = batch.layout
+    else:
+        rows, others = read(batch)
+        made = shard_for_layers(batch, rows, others, state, None, None, 1, check_agreement=False)
+        layout = made.layout
+    dtypes = _dtypes(model)
+    device = next(model.parameters()).device
+    costs = tuple(
+        _cost(layer, state, layout, dtypes.get(layer.name, torch.float32), device)
+        for layer in state.layers
+    )
+    return Explanation(layout.rank, layout.ranks, layout.local_tokens, costs)
+
+
+def _cost(
+    layer: AttentionLayer,
+    state: Parallelized,
+    layout: _C.Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerCost:
+    made = plan(
+        layout.ownership,
+        layer.masks(layout),
+        strategy=state.strategy,
+        rank=layout.rank,
+        key_heads=layer.key_heads,
+        rows=len(layout.packings),
+    )
+
+    def sent(which: str) -> int:
+        return made.sent_bytes(
+            which,
+            heads=layer.heads,
+            key_heads=layer.key_heads,
+            head_dim=layer.head_dim,
+            value_dim=layer.value_dim,
+            bytes_per_element=dtype.itemsize,
+        )
+
+    def tensor(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, heads, 1, dim, dtype=dtype, device=device)
+
+    kernel = which_kernel(
+        tensor(layer.heads, layer.head_dim),
+        tensor(layer.key_heads, layer.head_dim),
+        tensor(layer.key_heads, layer.value_dim),
+        softcap=layer.softcap,
+    )
+    return LayerCost(
+        layer=layer,
+        strategy=state.strategy,
+        steps=len(made.steps),
+        pairs=sum(step.pairs for step in made.steps),
+        sent_forward=sent("forward"),
+        sent_backward=sent("backward"),
+        kernel=kernel,
+    )
+
+
+def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """In which type each module computes: autocast's, or that of its parameters."""
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+        return {name: autocast for name, _ in model.named_modules()}
+    return {
+        name: next((p.dtype for p in module.parameters()), torch.float32)
+        for name, module in model.named_modules()
+    }
+
+
+def _columns(cost: LayerCost) -> tuple[str, ...]:
+    layer = cost.layer
+    dims = str(layer.head_dim)
+    if layer.value_dim != layer.head_dim:
+        dims += f"/{layer.value_dim}"
+    sees = "causal" if layer.window is None else f"window {layer.window}"
+    sees += " softcap" if layer.softcap else ""
+    sees += " sink" if layer.sink else ""
+    return (
+        f"{layer.heads}/{layer.key_heads}",
+        dims,
+        sees,
+        cost.strategy,
+        str(cost.steps),
+        f"{cost.pairs:,}",
+        _bytes(cost.sent_forward),
+        _bytes(cost.sent_backward),
+        cost.kernel,
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

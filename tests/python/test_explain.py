@@ -1,0 +1,89 @@
+"""What `explain` says is what the model then does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle.tiny_decoders import FAMILIES, decoder, packed, padded
+
+ROWS = ([30, 26, 8], [57, 7])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("strategy", longspan.STRATEGIES)
+@pytest.mark.parametrize("family", ["llama", "gemma4", "gpt_oss"])
+def test_bytes_are_those_that_travel(family: str, strategy: str, ranks: int) -> None:
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family, torch.float32), group, strategy=strategy)
+        local = longspan.shard(packed(*ROWS).batch, group, model=model)
+        said = longspan.explain(model, local, group)
+        before = group.sent_bytes
+        loss = model(**local).loss
+        forward = group.sent_bytes
+        loss.backward()
+        assert forward - before == sum(cost.sent_forward for cost in said.layers)
+        assert group.sent_bytes - forward == sum(cost.sent_backward for cost in said.layers)
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_there(family: str) -> None:
+    model = decoder(family, torch.float32)
+    said = longspan.explain(model, padded([13, 17], 17, "left").batch)
+    assert [cost.layer.name for cost in said.layers] == [
+        f"model.layers.{i}.self_attn" for i in range(model.config.num_hidden_layers)
+    ]
+    for cost in said.layers:
+        module = model.get_submodule(cost.layer.name)
+        assert module.q_proj.out_features == cost.layer.heads * cost.layer.head_dim
+        if getattr(module, "k_proj", None) is not None:
+            assert module.k_proj.out_features == cost.layer.key_heads * cost.layer.head_dim
+        window = cost.layer.window or 17
+        assert cost.pairs == sum(min(i + 1, window) for n in (13, 17) for i in range(n))
+        assert cost.kernel
+    assert model.config._attn_implementation != "longspan"  # nothing was done to it
+
+
+def test_pairs_add_up_over_ranks() -> None:
+    model, batch = decoder("gemma3"), packed(*ROWS).batch
+
+    def body(group: Group) -> list[int]:
+        return [cost.pairs for cost in longspan.explain(model, batch, group).layers]
+
+    alone = body(Group())
+    assert [sum(pairs) for pairs in zip(*run_ranks(3, body), strict=True)] == alone
+
+
+def test_it_reads_well_and_as_json() -> None:
+    said = longspan.explain(decoder("gpt_oss", torch.bfloat16), packed([16, 8]).batch)
+    text = str(said).splitlines()
+    assert text[0] == "rank 0 of 1, 24 tokens"
+    assert text[1].split() == [
+        *("layer", "heads", "dims", "sees", "strategy", "steps", "pairs"),
+        *("sends", "forward", "backward", "kernel"),
+    ]
+    assert text[2].startswith("model.layers.0.self_attn  4/2    8     window 5 sink  ring")
+    assert json.loads(json.dumps(said.to_json()))["layers"][1]["pairs"] == 16 * 17 / 2 + 36
+    llama = str(longspan.explain(decoder("llama"), packed([16, 8]).batch))
+    assert "model.layers.0.self_attn and 1 more" in llama
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(TypeError, match="holds no transformers model"):
+        longspan.explain(torch.nn.Linear(2, 2), packed([3]).batch)
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder("llama"))
+        with pytest.raises(ValueError, match="explain: the model was parallelized over Group"):
+            longspan.explain(model, packed([3]).batch, group)
+
+    run_ranks(2, body)
