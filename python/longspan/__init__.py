@@ -48,6 +48,7 @@ from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
 from longspan.parity import check_parity, leak_probe
+from longspan.randomness import rank_seed, seed_ranks, seeded_ranks
 
 __all__ = [
     "STRATEGIES",
@@ -88,6 +89,7 @@ __all__ = [
     "parallelize",
     "plan",
     "position_ids",
+    "rank_seed",
     "received_ranges",
     "reduce_loss",
     "reduce_scatter_tokens",
@@ -96,6 +98,8 @@ __all__ = [
     "roll",
     "rotate",
     "run_ranks",
+    "seed_ranks",
+    "seeded_ranks",
     "shard",
     "shard_chunks",
     "tiles",
