@@ -32,6 +32,7 @@ from longspan._C import (
 )
 from longspan.attention import STRATEGIES, attend, attention_layout, merge, plan, which_kernel
 from longspan.batch import LocalBatch, pack, pad, shard, shard_chunks, unshard
+from longspan.clipping import clip_grad_norm
 from longspan.collectives import (
     all_gather_tokens,
     all_to_all_heads,
@@ -44,6 +45,7 @@ from longspan.collectives import (
 )
 from longspan.drawing import draw, draw_plan
 from longspan.explaining import explain
+from longspan.gradients import sum_gradients
 from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
@@ -72,6 +74,7 @@ __all__ = [
     "attend",
     "attention_layout",
     "check_parity",
+    "clip_grad_norm",
     "cumulative_lengths",
     "cumulative_padded_lengths",
     "document_ids",
@@ -102,6 +105,7 @@ __all__ = [
     "seeded_ranks",
     "shard",
     "shard_chunks",
+    "sum_gradients",
     "tiles",
     "unshard",
     "which_kernel",

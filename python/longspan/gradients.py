@@ -1,0 +1,297 @@
+"""Gradients of the whole sequence, from those that every rank has of its tokens.
+
+Backward on every rank of a group gives gradients that **sum** over the group to
+those of one rank. Wrappers for data parallelism average instead, over ranks of
+their own; `sum_gradients` makes up for what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan import _C
+from longspan.collectives import all_gather_tokens, reduce_scatter_tokens
+from longspan.group import Group
+from longspan.wrappings import (
+    Trained,
+    is_sharded,
+    local_part,
+    process_group_of,
+    trained_parameters,
+    world_ranks,
+)
+
+# What a parameter's gradient needs.
+_ADD, _SCALE, _LEAVE = "add", "scale", "leave"
+# What a rank says about a gradient that it has or has not.
+_MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) -> None:
+    """Makes the gradients of `model` those of the whole sequence: summed over the
+    ranks of `group`, and over other ranks as the wrappers of the model say, which
+    is their mean for DistributedDataParallel and fully_shard.
+
+    Every rank of the group calls it once a step, after the last backward and before
+    clipping; with several backwards, gradients add up before. A second call without
+    new gradients is refused. Parameters without a gradient here that have one on
+    another rank get it. Sums are taken in the order of the ranks, in float32 for
+    half types, `bucket_bytes` at a time, and repeat bit for bit.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"sum_gradients: expected a module, got {type(model).__name__}; the names of "
+            "its parameters and its wrappers are needed"
+        )
+    if bucket_bytes < 1:
+        raise ValueError(f"sum_gradients: bucket_bytes is {bucket_bytes}; expected 1 or more")
+    ranks = Group() if group is None else Group.of(group)
+    trained: list[Trained] = []
+    ways: list[str] = []
+    refusal = None
+    try:
+        trained = trained_parameters(model)
+        ways = [_way(one, ranks) for one in trained]
+    except ValueError as error:
+        trained, ways = [], []
+        refusal = ValueError(f"sum_gradients: {error}")
+    states = _agree_on_states(trained, ways, bucket_bytes, refusal, ranks)
+
+    grads: dict[str, list[Tensor]] = {_ADD: [], _SCALE: [], _LEAVE: []}
+    for one, way, state in zip(trained, ways, states, strict=True):
+        if state != _DENSE:
+            continue
+        if way == _ADD and one.parameter.grad is None:
+            one.parameter.grad = torch.zeros_like(one.parameter, dtype=_dtype(one))
+        if one.parameter.grad is not None:
+            grads[way].append(one.parameter.grad)
+    _add_over(ranks, [local_part(grad) for grad in grads[_ADD]], bucket_bytes)
+    if grads[_SCALE] and ranks.size() > 1:
+        torch._foreach_mul_([local_part(grad) for grad in grads[_SCALE]], float(ranks.size()))
+    for done in grads.values():
+        mark(done)
+    _watch(next((p for p in model.parameters() if p.requires_grad), None), trained)
+
+
+# ---- Who needs what.
+
+
+def _way(one: Trained, group: Group) -> str:
+    """What the gradient of a parameter needs to become that of the sequence."""
+    reduction = one.reduction
+    if reduction is None and not is_sharded(one.parameter):
+        return _ADD
+    members = world_ranks(group)
+    if members is None:
+        who = "a DTensor" if reduction is None else f"reduced by {reduction.who}"
+        raise ValueError(
+            f"`{one.name}` is {who}, but torch.distributed does not know the ranks of {group}; "
+            "make the group from a process group or a mesh of torch.distributed"
+        )
+    if reduction is None:
+        sharded: Any = one.parameter
+        others = frozenset(sharded.device_mesh.mesh.flatten().tolist())
+        if len(others & members) > 1:
+            raise ValueError(
+                f"`{one.name}` is a DTensor over ranks {_listed(others)}, {_listed(members)} of "
+                "which hold the sequence, and fully_shard does not manage it; leave the ranks of "
+                "the sequence out of its mesh"
+            )
+        return _ADD
+    if members <= reduction.ranks and len(reduction.ranks) % len(members) == 0:
+        return _SCALE if reduction.divisor is None else _LEAVE
+    if len(members & reduction.ranks) == 1:
+        return _ADD
+    raise ValueError(
+        f"{reduction.who} reduces `{one.name}` over ranks {_listed(reduction.ranks)} and the "
+        f"sequence lies on ranks {_listed(members)}; expected all of the latter among the former, "
+        "or this rank alone"
+    )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return str(sorted(ranks))
+
+
+# ---- Agreement, in one small exchange where the ranks do agree.
+
+
+def _agree_on_states(
+    trained: Sequence[Trained],
+    ways: Sequence[str],
+    bucket_bytes: int,
+    refusal: ValueError | None,
+    group: Group,
+) -> list[int]:
+    """For every parameter what holds for the group: _DENSE where a rank has a
+    gradient to sum, else _DONE or _MISSING. Raises on all ranks or on none."""
+    table = [
+        (one.name, way, str(_dtype(one)), tuple(_shape(one, way)))
+        for one, way in zip(trained, ways, strict=True)
+    ]
+    mine = bytes(map(_state, trained))
+    hashes = [_C.hash_of(repr((bucket_bytes, table)).encode()), _C.hash_of(mine)]
+    words = [0 if refusal is None else 1, *(h & (1 << 63) - 1 for h in hashes)]
+    said = stacked(torch.tensor(words), group).tolist()
+    if refusal is not None:
+        raise refusal
+    refused = [rank for rank, row in enumerate(said) if row[0] != 0]
+    if refused:
+        raise ValueError(
+            f"sum_gradients: rank {refused[0]} of the group refused; its own error says why"
+        )
+    strangers = [rank for rank, row in enumerate(said) if row[1] != said[0][1]]
+    if strangers:
+        raise ValueError(
+            f"sum_gradients: rank {strangers[0]} has other parameters than rank 0, or wraps "
+            "them otherwise; give every rank of the group the same model"
+        )
+    columns = [list(mine)]
+    if any(row[2] != said[0][2] for row in said):
+        columns = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
+    states = [max(column) for column in zip(*columns, strict=True)]
+    # A rank that got nothing new does not spoil what others got.
+    fresh = [any(state == _DENSE for state in column) for column in zip(*columns, strict=True)]
+    for one, state in zip(trained, states, strict=True):
+        if state == _SPARSE:
+            raise sparse_error("sum_gradients", one.name)
+        if state == _ADDED_TO:
+            raise ValueError(
+                f"sum_gradients: backward added to a gradient that was summed already (`{one.name}`"
+                "); call it once a step, after the last backward, and model.zero_grad() before the "
+                "next step"
+            )
+    if _DONE in states and not any(fresh):
+        name = trained[states.index(_DONE)].name
+        raise ValueError(
+            f"sum_gradients: these gradients were summed already (`{name}` and all others), and "
+            "no backward added to them; call it once a step, after the last backward"
+        )
+    return [_DENSE if new else state for new, state in zip(fresh, states, strict=True)]
+
+
+def _dtype(one: Trained) -> torch.dtype:
+    """What its gradient is made of; that may be told since torch 2.12."""
+    told: torch.dtype | None = getattr(one.parameter, "grad_dtype", None)
+    return told or one.parameter.dtype
+
+
+def _shape(one: Trained, way: str) -> torch.Size:
+    """What must be the same on all ranks: shards differ where they are of one whole."""
+    return local_part(one.parameter).shape if way == _ADD else one.parameter.shape
+
+
+def _state(one: Trained) -> int:
+    grad = one.parameter.grad
+    if grad is None:
+        return _MISSING
+    if not is_dense(grad):
+        return _SPARSE
+    if mark_of(grad) == version_of(grad):
+        return _DONE
+    return _ADDED_TO if getattr(grad, "_longspan_added_to", False) else _DENSE
+
+
+def is_dense(grad: Tensor) -> bool:
+    return local_part(grad).layout == torch.strided
+
+
+def sparse_error(who: str, name: str) -> ValueError:
+    return ValueError(
+        f"{who}: the gradient of `{name}` is sparse; make it dense, as Embedding does with "
+        "sparse=False"
+    )
+
+
+# ---- Marks: which gradients were summed, and whether backward wrote since.
+
+
+def version_of(grad: Tensor) -> int:
+    return local_part(grad)._version
+
+
+def mark_of(grad: Tensor) -> int | None:
+    """The version that a summed gradient had then. A gradient that backward makes
+    anew is another tensor, without a mark."""
+    return getattr(grad, "_longspan_summed", None)
+
+
+def mark(grads: Iterable[Tensor]) -> None:
+    """Once all of them are written: tensors in one buffer count writes together."""
+    for grad in grads:
+        grad._longspan_summed = version_of(grad)  # type: ignore[attr-defined]
+        grad._longspan_added_to = False  # type: ignore[attr-defined]
+
+
+def _watch(first: nn.Parameter | None, trained: Sequence[Trained]) -> None:
+    """Notices when backward adds to what was summed. One parameter stands for all;
+    the first, because shards lie in one buffer and count their writes together."""
+    held: Any = next((one.parameter for one in trained if one.parameter is first), None)
+    if held is None or hasattr(held, "_longspan_watched"):
+        return
+
+    def added(parameter: Tensor) -> None:
+        grad = parameter.grad
+        mark = None if grad is None else mark_of(grad)
+        # Exactly one write since, this one: so nobody zeroed it.
+        if grad is not None and mark is not None and version_of(grad) == mark + 1:
+            grad._longspan_added_to = True  # type: ignore[attr-defined]
+
+    held._longspan_watched = held.register_post_accumulate_grad_hook(added)
+
+
+# ---- Sums.
+
+
+def _add_over(group: Group, grads: Sequence[Tensor], bucket_bytes: int) -> None:
+    """Writes the sum over the group into every tensor."""
+    if group.size() == 1:
+        return
+    plain = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    flats = [g.contiguous().view(-1) for g in plain]
+    for bucket in _buckets(flats, bucket_bytes):
+        flat = bucket[0] if len(bucket) == 1 else torch.cat(bucket)
+        sizes = [part.numel() for part in flat.tensor_split(group.size())]
+        mine = reduce_scatter_tokens(flat, axis=0, sizes=sizes, group=group)
+        total = all_gather_tokens(mine, axis=0, sizes=sizes, group=group)
+        torch._foreach_copy_(bucket, torch.split(total, [part.numel() for part in bucket]))
+    for grad, flat in zip(plain, flats, strict=True):
+        if not grad.is_contiguous():  # then the flat one is a copy
+            grad.copy_(flat.view_as(grad))
+
+
+def _buckets(flats: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Pieces of one dtype and device, together at most `bucket_bytes` or one element."""
+    kinds: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    for flat in flats:
+        kinds.setdefault((flat.dtype, flat.device.type), []).append(flat)
+    for (dtype, _), members in kinds.items():
+        room = most = max(1, bucket_bytes // dtype.itemsize)
+        bucket: list[Tensor] = []
+        for flat in members:
+            while flat.numel():
+                piece, flat = flat[:room], flat[room:]
+                bucket.append(piece)
+                room -= piece.numel()
+                if room == 0:
+                    yield bucket
+                    bucket, room = [], most
+        if bucket:
+            yield bucket
+
+
+def stacked(value: Tensor, group: Group) -> Tensor:
+    """The values of all ranks, in rank order."""
+    if group.size() == 1:
+        return value.unsqueeze(0)
+    # A group of NCCL alone moves no tensors of the CPU.
+    kinds = {device.type for device in process_group_of(group)._device_types}
+    sent = value if value.device.type in kinds or "cuda" not in kinds else value.cuda()
+    sizes = [1] * group.size()
+    stacked = all_gather_tokens(sent.unsqueeze(0), axis=0, sizes=sizes, group=group)
+    return stacked.to(value.device)
