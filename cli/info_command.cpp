@@ -8,6 +8,8 @@
 
 #include "commands.h"
 #include "longspan/core/check.h"
+#include "longspan/kernels/attention.h"
+#include "machine.h"
 #include "outcome.h"
 
 namespace longspan::cli {
@@ -31,40 +33,44 @@ std::string compiler() {
 #endif
 }
 
-/// What this processor offers of the sets that our kernels may use.
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> sets;
-#if defined(__x86_64__) && defined(__GNUC__)
-  const auto add = [&](const char* name, int supported) {
-    if (supported != 0) sets.emplace_back(name);
-  };
-  __builtin_cpu_init();
-  add("sse4.2", __builtin_cpu_supports("sse4.2"));
-  add("avx", __builtin_cpu_supports("avx"));
-  add("avx2", __builtin_cpu_supports("avx2"));
-  add("fma", __builtin_cpu_supports("fma"));
-  add("avx512f", __builtin_cpu_supports("avx512f"));
-  add("avx512bw", __builtin_cpu_supports("avx512bw"));
-  add("avx512vl", __builtin_cpu_supports("avx512vl"));
-  add("avx512vnni", __builtin_cpu_supports("avx512vnni"));
-  add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
-#elif defined(__aarch64__)
-  sets.emplace_back("neon");
+/// What the build was told, apart from what it found.
+std::vector<std::string> build_options() {
+  std::vector<std::string> options{LONGSPAN_BUILD_TYPE};
+  if (*LONGSPAN_SANITIZERS != 0) {
+    options.push_back(join("sanitizers=", LONGSPAN_SANITIZERS));
+  }
+#ifndef NDEBUG
+  options.emplace_back("assertions");
 #endif
-  return sets;
+  return options;
+}
+
+/// Levels of the CPU's attention that run here, the one that is used last.
+std::vector<std::string> attention_levels() {
+  std::vector<std::string> names;
+  for (const AttentionKernels& kernels : attention_kernels()) {
+    names.emplace_back(kernels.name);
+  }
+  return names;
 }
 
 std::vector<Fact> facts() {
+  const std::vector<std::string> levels = attention_levels();
   return {
       {"version", LONGSPAN_VERSION},
       {"compiler", compiler()},
       {"cxx_standard", __cplusplus / 100 % 100},
+      {"build", build_options()},
+      {"cuda_kernels", LONGSPAN_BUILT_WITH_CUDA != 0},
       {"instruction_sets", instruction_sets()},
+      {"attention_levels", levels},
+      {"attention_level", levels.back()},
   };
 }
 
 std::string shown(const nlohmann::ordered_json& value) {
   if (value.is_string()) return value.get<std::string>();
+  if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
   if (!value.is_array()) return value.dump();
   std::string words;
   for (const auto& entry : value) {

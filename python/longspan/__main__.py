@@ -1,4 +1,5 @@
-"""`python -m longspan`: the command line, which is a C++ program."""
+"""`python -m longspan`: the command line, which is a C++ program. To its facts
+about itself, `info` adds those about torch."""
 
 import os
 import sys
@@ -7,9 +8,15 @@ from pathlib import Path
 
 def main() -> int:
     package = Path(__file__).parent
-    for program in (package / "bin" / "longspan", package.parents[1] / "cli" / "longspan"):
-        if program.exists():
-            os.execv(program, [str(program), *sys.argv[1:]])
+    places = (package / "bin" / "longspan", package.parents[1] / "cli" / "longspan")
+    program = next((place for place in places if place.exists()), None)
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["info"]:
+        from longspan import info
+
+        return info.main(program, arguments[1:])
+    if program is not None:
+        os.execv(program, [str(program), *arguments])
     print(
         "longspan: this build has no command line; build it with CLI11 and nlohmann-json installed",
         file=sys.stderr,

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -659,5 +660,33 @@ def test_info_says_the_same_in_json():
     assert facts["cxx_standard"] >= 20
     text = answer("info")
     assert facts["compiler"] in text
-    for name in facts["instruction_sets"]:
+    for name in facts["instruction_sets"] + facts["attention_levels"] + facts["build"]:
         assert name in text
+    assert f"cuda_kernels:      {'yes' if facts['cuda_kernels'] else 'no'}\n" in text
+
+
+def test_info_names_the_level_that_is_used():
+    facts = json.loads(answer("info", "--json"))
+    assert facts["attention_levels"][0] == "portable"
+    assert facts["attention_levels"][-1] == facts["attention_level"]
+
+
+def test_info_from_python_adds_torch():
+    import torch
+
+    def ask(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "longspan", "info", *arguments], capture_output=True, text=True
+        )
+
+    facts = json.loads(ask("--json").stdout)
+    assert facts["torch"] == torch.__version__
+    assert facts["torch_cuda"] == torch.version.cuda
+    assert len(facts["cuda_devices"]) == torch.cuda.device_count()
+    assert facts.items() >= json.loads(answer("info", "--json")).items()
+    text = ask().stdout
+    assert text.startswith(answer("info"))
+    assert f"torch:             {torch.__version__}\n" in text
+    refused = ask("x")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == call("info", "x").stderr
