@@ -312,6 +312,36 @@ def a_divisor_that_was_set_is_the_last_word() -> None:
 
 
 @case
+def the_numbers_of_the_page() -> None:
+    """docs/gradients.md: 4 and 2 of 6 tokens, 1 and 3 of 4."""
+    tokens, total, slope = [(4, 6, 1), (2, 6, 1), (1, 4, 3), (3, 4, 3)][rank]
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False).double())
+    for count, group, before, after in (
+        (total, cp, 1.0, 2.0),
+        (10, world, 18 / 40, 18 / 10),
+    ):
+        model.zero_grad()
+        x = torch.ones(tokens, 1, dtype=torch.float64)
+        (slope * model(x).sum() / count).backward()
+        torch.testing.assert_close(model.module.weight.grad.item(), before)
+        longspan.sum_gradients(model, group)
+        torch.testing.assert_close(model.module.weight.grad.item(), after)
+
+
+@case
+def a_loss_over_all_replicas_is_summed_over_all() -> None:
+    expected = one_rank(seeded(), batch(BATCH))[1]
+    for model in (seeded(), averaged(flat), sharded(mesh), sharded(flat)):
+        local = longspan.shard(batch(HALVES[at]), cp, layout="contiguous-stream")
+        loss, _ = model(local, cp, world)
+        loss.backward()
+        longspan.sum_gradients(model, world)
+        assert_close(grads_of(model), expected)
+        norm = longspan.clip_grad_norm(model, 1.0, world)
+        torch.testing.assert_close(norm, norm_of(expected), rtol=1e-11, atol=0)
+
+
+@case
 def fully_shard_that_waits() -> None:
     model = sharded(mesh)
     model.set_requires_gradient_sync(False)
