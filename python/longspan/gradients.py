@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
 from longspan.collectives import all_gather_tokens, reduce_scatter_tokens
@@ -29,6 +30,9 @@ from longspan.wrappings import (
 _ADD, _SCALE, _LEAVE = "add", "scale", "leave"
 # What a rank says about a gradient that it has or has not.
 _MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
+# Parameters that are watched, and whether backward added to what was summed. Not an
+# attribute of theirs: those are pickled with a model.
+_added_to: Any = WeakIdKeyDictionary()
 
 
 @torch.no_grad()
@@ -56,7 +60,8 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     refusal = None
     try:
         trained = trained_parameters(model)
-        ways = [_way(one, ranks) for one in trained]
+        members = world_ranks(ranks)
+        ways = [_way(one, members) for one in trained]
     except ValueError as error:
         trained, ways = [], []
         refusal = ValueError(f"sum_gradients: {error}")
@@ -81,17 +86,17 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
 # ---- Who needs what.
 
 
-def _way(one: Trained, group: Group) -> str:
-    """What the gradient of a parameter needs to become that of the sequence."""
+def _way(one: Trained, members: frozenset[int] | None) -> str:
+    """What the gradient of a parameter needs to become that of the sequence, which
+    lies on these ranks of the world."""
     reduction = one.reduction
     if reduction is None and not is_sharded(one.parameter):
         return _ADD
-    members = world_ranks(group)
     if members is None:
         who = "a DTensor" if reduction is None else f"reduced by {reduction.who}"
         raise ValueError(
-            f"`{one.name}` is {who}, but torch.distributed does not know the ranks of {group}; "
-            "make the group from a process group or a mesh of torch.distributed"
+            f"`{one.name}` is {who}, but torch.distributed does not know the ranks of the group; "
+            "make it from a process group or a mesh of torch.distributed"
         )
     if reduction is None:
         sharded: Any = one.parameter
@@ -194,7 +199,7 @@ def _state(one: Trained) -> int:
         return _SPARSE
     if mark_of(grad) == version_of(grad):
         return _DONE
-    return _ADDED_TO if getattr(grad, "_longspan_added_to", False) else _DENSE
+    return _ADDED_TO if _added_to.get(one.parameter, False) else _DENSE
 
 
 def is_dense(grad: Tensor) -> bool:
@@ -225,24 +230,26 @@ def mark(grads: Iterable[Tensor]) -> None:
     """Once all of them are written: tensors in one buffer count writes together."""
     for grad in grads:
         grad._longspan_summed = version_of(grad)  # type: ignore[attr-defined]
-        grad._longspan_added_to = False  # type: ignore[attr-defined]
 
 
 def _watch(first: nn.Parameter | None, trained: Sequence[Trained]) -> None:
     """Notices when backward adds to what was summed. One parameter stands for all;
     the first, because shards lie in one buffer and count their writes together."""
     held: Any = next((one.parameter for one in trained if one.parameter is first), None)
-    if held is None or hasattr(held, "_longspan_watched"):
+    if held is None or held in _added_to:
         return
 
-    def added(parameter: Tensor) -> None:
+    def note(parameter: Tensor) -> None:
         grad = parameter.grad
         mark = None if grad is None else mark_of(grad)
-        # Exactly one write since, this one: so nobody zeroed it.
-        if grad is not None and mark is not None and version_of(grad) == mark + 1:
-            grad._longspan_added_to = True  # type: ignore[attr-defined]
+        if mark is None:
+            _added_to[parameter] = False
+        elif grad is not None and version_of(grad) == mark + 1:
+            # Exactly one write since, this one: so nobody zeroed it.
+            _added_to[parameter] = True
 
-    held._longspan_watched = held.register_post_accumulate_grad_hook(added)
+    _added_to[held] = False
+    held.register_post_accumulate_grad_hook(note)
 
 
 # ---- Sums.

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import longspan
@@ -422,6 +427,51 @@ def plain_and_sharded_parameters_together() -> None:
                     model, torch.inf, cp, norm_type=order, foreach=foreach
                 )
                 torch.testing.assert_close(norm, norm_of(wanted, order), rtol=1e-12, atol=0)
+
+
+@case
+def tensor_parallel_models_are_summed_too() -> None:
+    """Two ranks of a sequence by two that split every layer; then fully_shard over
+    the sequence besides."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    group = Group.of(grid["cp"])
+    inputs = [torch.arange(4.0).double() + place for place in range(2)]
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
+
+    reference = model()
+    for x in inputs:
+        reference(x).square().sum().backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for also_sharded in (False, True):
+        split = parallelize_module(
+            model(), grid["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        )
+        if also_sharded:
+            fully_shard([split[0], split[1]], mesh=grid["cp"])  # one group of parameters
+            fully_shard(split, mesh=grid["cp"])
+        split(inputs[group.rank()]).square().sum().backward()
+        longspan.sum_gradients(split, group)
+        assert_close(grads_of(split), expected)
+        for order in (2.0, torch.inf):
+            norm = longspan.clip_grad_norm(split, torch.inf, group, norm_type=order)
+            torch.testing.assert_close(norm, norm_of(expected, order), rtol=1e-12, atol=0)
+    with refuses("is a DTensor over ranks"):
+        tensors = parallelize_module(model(), grid["cp"], {"0": ColwiseParallel()})
+        longspan.sum_gradients(tensors, group)
+
+
+@case
+def a_group_outside_of_the_world_is_refused() -> None:
+    def on_a_thread(group: Group) -> None:
+        model: Any = wrapped[group.rank()]
+        with refuses("torch.distributed does not know the ranks of the group"):
+            longspan.sum_gradients(model, group)
+
+    wrapped = [averaged(flat), averaged(flat)]
+    longspan.run_ranks(2, on_a_thread)
 
 
 @case

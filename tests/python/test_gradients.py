@@ -4,6 +4,7 @@ rank, however the model is wrapped."""
 from __future__ import annotations
 
 import copy
+import io
 import pathlib
 import re
 from collections.abc import Callable
@@ -266,12 +267,34 @@ def test_what_no_backward_reached_again_stays() -> None:
     run_ranks(2, body)
 
 
-def test_a_summed_model_can_be_copied() -> None:
+def test_a_refusal_can_be_left_behind() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=ADDED):
+        after_every_microbatch(model, Group())
+    with pytest.raises(ValueError, match=ADDED):
+        longspan.sum_gradients(model, Group())
+    changes(model, Group())
+
+
+def test_a_summed_model_can_be_copied_and_saved() -> None:
     model = nn.Linear(2, 2)
     step(model, Group())
-    other = copy.deepcopy(model)
-    step(other, Group())
-    assert torch.equal(other.weight.grad, model.weight.grad)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        step(other, Group())
+        assert torch.equal(other.weight.grad, model.weight.grad)
+
+
+def test_a_model_without_gradients_has_nothing_to_sum() -> None:
+    def body(group: Group) -> None:
+        for model in (nn.Identity(), nn.Linear(2, 2)):
+            longspan.sum_gradients(model, group)
+            longspan.sum_gradients(model, group)
+            assert longspan.clip_grad_norm(model, 1.0, group) == 0.0
+
+    run_ranks(2, body)
 
 
 # ---- Refusals.
