@@ -15,7 +15,6 @@ from longspan.group import Group
 from longspan.model_batch import check_group, shard_for_layers
 from longspan.models import AttentionLayer, Parallelized, find_state
 
-
 _TITLES: tuple[str, ...] = (
     "layer",
     "heads",

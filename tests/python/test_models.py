@@ -323,7 +323,7 @@ def _router_loss() -> Any:
         (
             lambda: _tiny("MambaForCausalLM", "MambaConfig"),
             NotImplementedError,
-            "MambaForCausalLM (has layers of kind '\w+'|does not look its attention up by name)",
+            r"MambaForCausalLM (has layers of kind '\w+'|does not look its attention up by name)",
         ),
         (
             lambda: _tiny(

@@ -1,0 +1,91 @@
+"""Run by test_models_sharded.py as four processes: decoders under FSDP2 and DDP,
+two replicas of two context-parallel ranks, against one rank. Every case prints its
+name when it holds."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import longspan
+from longspan import Group
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from oracle.tiny_decoders import Answer, answer_of, decoder, packed
+
+world = Group.from_environment()
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+flat = mesh._flatten("all")
+cp = Group.of(mesh["cp"])
+replica = mesh["dp"].get_local_rank()
+CASES = [packed([4, 9, 1, 11]), packed([21, 2, 2])]
+
+
+def whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def check(name: str, model: Any, true: Mapping[str, Tensor], norm: Tensor) -> None:
+    parameters = dict(model.named_parameters())
+    for key, gradient in true.items():
+        found = whole(parameters[key].grad)
+        error = (found - gradient).abs().max()
+        assert error <= 3e-6 * gradient.abs().max(), (name, key, error)
+    expected = torch.stack([g.norm() for g in true.values()]).norm()
+    torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
+    if world.rank() == 0:
+        print(name, flush=True)
+
+
+def step(model: Any, inner: Any) -> Tensor:
+    """One step up to the norm, as users write it."""
+    local = longspan.shard(CASES[replica].batch, cp, model=inner)
+    model(**local).loss.backward()
+    longspan.sum_gradients(model, cp)
+    return longspan.clip_grad_norm(model, float("inf"), cp)
+
+
+def truth(family: str) -> dict[str, Tensor]:
+    """The mean over replicas of what one rank gives for each batch."""
+    answers: list[Answer] = [answer_of(decoder(family), case) for case in CASES]
+    names = answers[0].gradients
+    return {name: sum(a.gradients[name] for a in answers) / 2 for name in names}
+
+
+def layers_sharded(model: Any, over: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+for family in ("llama", "gemma3", "gpt_oss"):
+    true = truth(family)
+    for kind, over in (("two axes", mesh), ("flat", flat), ("replicas", mesh["dp"])):
+        model = layers_sharded(longspan.parallelize(decoder(family), cp), over)
+        check(f"{family} fsdp {kind}", model, true, step(model, model))
+    # Wrapped first, parallelized then; with recomputation.
+    model = layers_sharded(decoder(family), mesh)
+    longspan.parallelize(model, cp)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    check(f"{family} fsdp first", model, true, step(model, model))
+    model = DistributedDataParallel(
+        longspan.parallelize(decoder(family), cp), find_unused_parameters=family == "gpt_oss"
+    )
+    named = {f"module.{name}": gradient for name, gradient in true.items()}
+    check(f"{family} ddp", model, named, step(model, model))
+
+compiled = layers_sharded(longspan.parallelize(decoder("llama"), cp), mesh)
+for layer in compiled.model.layers:
+    layer.compile(backend="aot_eager")
+check("llama fsdp compiled", compiled, truth("llama"), step(compiled, compiled))
+dist.destroy_process_group()
