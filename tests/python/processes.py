@@ -10,11 +10,12 @@ import sys
 
 
 def start_ranks(script: str, ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """One process a rank, with torchrun's variables, over gloo on this machine."""
+    """One process a rank, with torchrun's variables, over gloo on this machine. With
+    "-c" for a script the first argument is the program."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    path = pathlib.Path(__file__).parent / script
+    path = script if script == "-c" else pathlib.Path(__file__).parent / script
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
     }

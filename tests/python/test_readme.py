@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import outputs_of, start_ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("LONGSPAN_BUILD", ROOT / "build" / "dev"))
@@ -19,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_first_screen_has_a_picture_and_both_languages() -> None:
     assert len(blocks("cpp")) == 1
-    assert len(blocks("python")) == 1
+    assert len(blocks("python")) == 2
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
         assert (ROOT / picture).exists()
 
@@ -43,6 +44,22 @@ def test_the_python_lines_run_as_printed() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 4" in done.stdout
+
+
+def test_the_lines_with_a_model_run_on_any_number_of_ranks() -> None:
+    pytest.importorskip("transformers")
+    lines = blocks("python")[1]
+    alone = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, check=False
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.startswith("rank 0: 100 tokens, norm ")
+    facts = alone.stdout.split("norm ")[1]
+    processes = start_ranks("-c", 2, lines)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for rank, output in enumerate(outputs):
+        assert f"rank {rank}: 50 tokens, norm {facts}" in output
 
 
 def test_the_cpp_lines_compile_and_run_as_printed(tmp_path: pathlib.Path) -> None:
