@@ -1,0 +1,140 @@
+"""What models pay for context parallelism: a Llama layer at one rank against the
+plain model, and what a rank keeps for backward.
+
+    python bench/models.py build/dev --save bench/results/...md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from run import in_turns, report
+
+import longspan
+from longspan import Group
+
+Row = dict[str, Any]
+LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+TOKENS = 2048
+RANKS, LONG = 8, 65536
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    common = {"vocab_size": 256, "num_hidden_layers": 1, "pad_token_id": 0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(common | options)))
+
+
+def layer_rows() -> list[Row]:
+    """The same model twice, one of them parallelized over one rank."""
+    plain, ours = llama(**LAYER), llama(**LAYER)
+    longspan.parallelize(ours)
+    ids = torch.randint(0, 256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def step(model: Any, inputs: Any) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+    def their_step() -> torch.Tensor:
+        return step(plain, batch | {"use_cache": False})
+
+    def our_step() -> torch.Tensor:
+        return step(ours, longspan.shard(batch, model=ours))
+
+    right = torch.allclose(their_step(), our_step(), rtol=1e-5)
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    right &= all(torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-6) for a, b in pairs)
+    mine, theirs = in_turns(our_step, their_step, rounds=15)
+    return [
+        {
+            "work": f"a Llama layer, {TOKENS} tokens, fp32 fwd+bwd, shard included, one rank",
+            "right": right,
+            "ours": f"{mine:.0f} ms",
+            "other": f"plain transformers, sdpa: {theirs:.0f} ms",
+            "ratio": f"{mine / theirs:.3f}",
+            "bar": "1.03",
+            "met": mine / theirs <= 1.03,
+        }
+    ]
+
+
+class Kept:
+    """Bytes of the tensors that autograd keeps for backward, each storage once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._seen: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._seen[storage.data_ptr()] = storage.nbytes()
+            self._alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._seen.values())
+
+
+def memory_rows() -> list[Row]:
+    """Forward of a small model on a long row; what each rank keeps."""
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    ids = torch.randint(0, 256, (1, LONG), generator=torch.Generator().manual_seed(1))
+
+    def body(group: Group) -> tuple[int, torch.Tensor]:
+        model = longspan.parallelize(llama(**small, num_key_value_heads=1), group)
+        local = longspan.shard({"input_ids": ids, "labels": ids}, group, model=model)
+        kept = Kept(model)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+            loss = model(**local).loss
+        return kept.bytes, loss.detach()
+
+    whole, loss = body(Group())
+    shares, losses = zip(*longspan.run_ranks(RANKS, body, timeout=600), strict=True)
+    ratio = max(shares) * RANKS / whole
+    return [
+        {
+            "work": f"bytes kept for backward by a rank of {RANKS}, {LONG} tokens, Llama layer",
+            "right": torch.allclose(torch.stack(losses).sum(), loss, rtol=1e-5),
+            "ours": f"{max(shares) / 1e6:.1f} MB",
+            "other": f"one rank: {whole / 1e6:.1f} MB",
+            "ratio": f"{ratio:.3f} / {RANKS}",
+            "bar": f"1.05 / {RANKS}",
+            "met": ratio <= 1.05,
+        }
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("--save", type=pathlib.Path, help="also write the table here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    rows: list[Row] = []
+    parts: list[Callable[[], list[Row]]] = [layer_rows, memory_rows]
+    for part in parts:
+        rows += part()
+    title = "Models under context parallelism"
+    text = report(rows, title, f"{torch.get_num_threads()} threads, transformers {transformers.__version__}")
+    print(json.dumps(rows, indent=1) if options.json else text)
+    if options.save:
+        options.save.write_text(text)
+    return 0 if all(r["right"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
