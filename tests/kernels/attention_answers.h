@@ -104,17 +104,34 @@ inline Answer sizes_of(const CaseInputs& inputs, const Answer& exact) {
           .dv = {largest(exact.dv)}};
 }
 
-/// Twice what a plain float computation is off by, and a few last bits of
-/// the largest terms where that is luckily exact; 1e-12 of those in double.
+/// What a kernel multiplies values, queries and keys with.
+enum class Weights { accumulated, bfloat16 };
+
+inline Weights weights_of(const AttentionKernels& kernels, ElementType type) {
+  const bool pairs = kernels.name == "avx512_bf16" || kernels.name == "amx";
+  return pairs && type == ElementType::bfloat16 ? Weights::bfloat16
+                                                : Weights::accumulated;
+}
+
+/// Twice what a plain computation with such weights is off by, and a few last
+/// bits of the largest terms where that is luckily exact; 1e-12 of those in
+/// double.
 inline Answer tolerances_of(const CaseInputs& inputs, const Answer& exact,
-                            ElementType type) {
+                            ElementType type,
+                            Weights weights = Weights::accumulated) {
   Answer result;
   const bool in_double = type == ElementType::float64;
-  const Answer plain = in_double ? exact : slow_answer<float>(inputs);
+  CaseInputs rounded = inputs;
+  if (weights == Weights::bfloat16) {
+    rounded.problem.rounding = nearest_bfloat16;
+  }
+  const Answer plain = in_double ? exact : slow_answer<float>(rounded);
   const Answer sizes = sizes_of(inputs, exact);
   for (auto part : kParts) {
     const double top = (sizes.*part)[0];
-    const double bits = 4 * std::numeric_limits<float>::epsilon() * top;
+    const bool rounds = weights == Weights::bfloat16 && part != &Answer::lse;
+    const double bit = rounds ? 0x1p-10 : std::numeric_limits<float>::epsilon();
+    const double bits = 4 * bit * top;
     const double twice = 2 * largest_error(plain.*part, exact.*part);
     result.*
         part = {in_double ? 1e-12 * std::max(1.0, top) : std::max(twice, bits)};

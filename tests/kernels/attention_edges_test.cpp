@@ -52,7 +52,8 @@ AttentionCase poisoned_case() {
 }
 
 TEST(AttentionPoison, ReachesExactlyThoseWhoSeeIt) {
-  for (ElementType type : {ElementType::float32, ElementType::float64}) {
+  for (ElementType type :
+       {ElementType::float32, ElementType::float64, ElementType::bfloat16}) {
     for (const Poison& poison : poisons()) {
       CaseInputs inputs = inputs_of(poisoned_case(), type);
       oracle::AttentionProblem& p = inputs.problem;
@@ -64,7 +65,11 @@ TEST(AttentionPoison, ReachesExactlyThoseWhoSeeIt) {
       const Answer exact = slow_answer<double>(inputs);
       for (const AttentionKernels& kernels : attention_kernels()) {
         const Answer answer = kernel_answer(kernels, inputs, type);
-        const double tolerance = type == ElementType::float64 ? 1e-12 : 1e-5;
+        const bool rounds =
+            test::weights_of(kernels, type) == test::Weights::bfloat16;
+        const double tolerance = rounds                         ? 1.0 / 64
+                                 : type == ElementType::float64 ? 1e-12
+                                                                : 1e-5;
         const Answer tolerances{
             {tolerance}, {tolerance}, {tolerance}, {tolerance}, {tolerance}};
         expect_answer(answer, exact, tolerances,
@@ -76,27 +81,39 @@ TEST(AttentionPoison, ReachesExactlyThoseWhoSeeIt) {
   }
 }
 
-TEST(AttentionPoison, StaysOutWhereNobodySeesIt) {
+/// Float arithmetic, and products of bfloat16 where the CPU has them.
+class AttentionEdges : public ::testing::TestWithParam<ElementType> {};
+
+INSTANTIATE_TEST_SUITE_P(Types, AttentionEdges,
+                         ::testing::Values(ElementType::float32,
+                                           ElementType::bfloat16),
+                         [](const auto& info) {
+                           return info.param == ElementType::float32
+                                      ? "float32"
+                                      : "bfloat16";
+                         });
+
+TEST_P(AttentionEdges, PoisonStaysOutWhereNobodySeesIt) {
   AttentionCase c = poisoned_case();
   c.lines = {test::all_of({0, 70}, {0, 35})};
-  CaseInputs clean = inputs_of(c, ElementType::float32), dirty = clean;
+  CaseInputs clean = inputs_of(c, GetParam()), dirty = clean;
   for (std::size_t i = 35 * 8; i < dirty.problem.k.size(); ++i) {
     dirty.problem.k[i] = dirty.problem.v[i] = NAN;
   }
   for (const AttentionKernels& kernels : attention_kernels()) {
-    const Answer a = kernel_answer(kernels, clean, ElementType::float32);
-    const Answer b = kernel_answer(kernels, dirty, ElementType::float32);
+    const Answer a = kernel_answer(kernels, clean, GetParam());
+    const Answer b = kernel_answer(kernels, dirty, GetParam());
     for (auto part : kParts) EXPECT_EQ(a.*part, b.*part) << kernels.name;
   }
 }
 
-TEST(AttentionScores, OfMinusInfinityEverywhereCountAsHavingSeenNothing) {
-  CaseInputs inputs =
-      inputs_of(test::causal_case("dead", 5, 1), ElementType::float32);
+TEST_P(AttentionEdges,
+       ScoresOfMinusInfinityEverywhereCountAsHavingSeenNothing) {
+  CaseInputs inputs = inputs_of(test::causal_case("dead", 5, 1), GetParam());
   std::ranges::fill(inputs.problem.q, 1.0);
   std::ranges::fill(inputs.problem.k, -INFINITY);
   for (const AttentionKernels& kernels : attention_kernels()) {
-    const Answer answer = kernel_answer(kernels, inputs, ElementType::float32);
+    const Answer answer = kernel_answer(kernels, inputs, GetParam());
     for (double lse : answer.lse) EXPECT_EQ(lse, -INFINITY) << kernels.name;
     for (auto part : {&Answer::out, &Answer::dq, &Answer::dk, &Answer::dv}) {
       for (double value : answer.*part) EXPECT_EQ(value, 0) << kernels.name;
@@ -104,16 +121,14 @@ TEST(AttentionScores, OfMinusInfinityEverywhereCountAsHavingSeenNothing) {
   }
 }
 
-TEST(AttentionGradient, OfQueriesWithInfiniteLseIsNothing) {
+TEST_P(AttentionEdges, GradientOfQueriesWithInfiniteLseIsNothing) {
   for (double lse : {INFINITY, -INFINITY}) {
-    CaseInputs inputs =
-        inputs_of(test::causal_case("dead", 70, 4), ElementType::float32);
+    CaseInputs inputs = inputs_of(test::causal_case("dead", 70, 4), GetParam());
     std::ranges::fill(inputs.dout, NAN);
     for (const AttentionKernels& kernels : attention_kernels()) {
-      AttentionArrays arrays = arrays_of(inputs, ElementType::float32);
+      AttentionArrays arrays = arrays_of(inputs, GetParam());
       arrays.lse.fill(lse);
-      run_backward(kernels, inputs.problem, ElementType::float32, inputs.lines,
-                   arrays);
+      run_backward(kernels, inputs.problem, GetParam(), inputs.lines, arrays);
       const Answer answer = answer_in(arrays);
       for (auto part : {&Answer::dq, &Answer::dk, &Answer::dv}) {
         for (double value : answer.*part) EXPECT_EQ(value, 0) << kernels.name;
@@ -122,16 +137,15 @@ TEST(AttentionGradient, OfQueriesWithInfiniteLseIsNothing) {
   }
 }
 
-TEST(AttentionState, IsLeftAloneByQueriesThatNoLineMentions) {
+TEST_P(AttentionEdges, StateIsLeftAloneByQueriesThatNoLineMentions) {
   AttentionCase c = poisoned_case();
   c.lines = {test::all_of({10, 20}, {0, 70})};
-  const CaseInputs inputs = inputs_of(c, ElementType::float32);
+  const CaseInputs inputs = inputs_of(c, GetParam());
   for (const AttentionKernels& kernels : attention_kernels()) {
-    AttentionArrays arrays = arrays_of(inputs, ElementType::float32);
+    AttentionArrays arrays = arrays_of(inputs, GetParam());
     arrays.out.fill(3.0);
     arrays.lse.fill(5.0);
-    run_forward(kernels, inputs.problem, ElementType::float32, inputs.lines,
-                arrays);
+    run_forward(kernels, inputs.problem, GetParam(), inputs.lines, arrays);
     const Answer answer = answer_in(arrays);
     for (std::size_t i = 0; i < answer.lse.size(); ++i) {
       const bool mentioned = 10 <= i / 2 && i / 2 < 20;

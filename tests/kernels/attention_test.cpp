@@ -16,6 +16,7 @@ using test::AttentionCase;
 using test::CaseInputs;
 using test::inputs_of;
 using test::Strides;
+using test::Weights;
 
 constexpr std::array kTypes{ElementType::float32, ElementType::bfloat16,
                             ElementType::float16, ElementType::float64};
@@ -33,13 +34,17 @@ TEST_P(Attention, IsAsExactAsAPlainComputationInEveryTypeAndKernel) {
     const CaseInputs inputs = inputs_of(c, type);
     const Answer exact = slow_answer<double>(inputs);
     const Answer tolerances = tolerances_of(inputs, exact, type);
+    const Answer of_rounded =
+        tolerances_of(inputs, exact, type, Weights::bfloat16);
     for (const AttentionKernels& kernels : attention_kernels()) {
       AttentionArrays arrays = arrays_of(inputs, type, c.strides);
       run_forward(kernels, inputs.problem, type, inputs.lines, arrays);
       run_backward(kernels, inputs.problem, type, inputs.lines, arrays);
       const std::string who = std::string(kernels.name) + " " +
                               kTypeNames[static_cast<std::size_t>(type)];
-      expect_answer(answer_in(arrays), exact, tolerances, who);
+      const bool rounds = test::weights_of(kernels, type) == Weights::bfloat16;
+      expect_answer(answer_in(arrays), exact, rounds ? of_rounded : tolerances,
+                    who);
       for (const test::Array* written :
            {&arrays.out, &arrays.lse, &arrays.dq, &arrays.dk, &arrays.dv}) {
         EXPECT_TRUE(written->gaps_kept()) << who;
@@ -60,22 +65,25 @@ std::vector<KeyLines> restricted(std::vector<KeyLines> lines, TokenRange keys) {
 }
 
 TEST_P(Attention, OverHalvesOfTheKeysMergesToTheWhole) {
-  const CaseInputs inputs = inputs_of(GetParam(), ElementType::float32);
-  const Answer exact = slow_answer<double>(inputs);
-  const Answer tolerances = tolerances_of(inputs, exact, ElementType::float32);
-  const int64_t keys = inputs.problem.keys, middle = keys / 3;
-  for (const AttentionKernels& kernels : attention_kernels()) {
-    AttentionArrays arrays = arrays_of(inputs, ElementType::float32);
-    const auto both_halves = [&](auto run) {
-      for (TokenRange half : {TokenRange{middle, keys}, {0, middle}}) {
-        run(kernels, inputs.problem, ElementType::float32,
-            restricted(inputs.lines, half), arrays, serial_for);
-      }
-    };
-    both_halves(test::run_forward);
-    both_halves(test::run_backward);
-    expect_answer(answer_in(arrays), exact, tolerances,
-                  std::string(kernels.name));
+  for (ElementType type : {ElementType::float32, ElementType::bfloat16}) {
+    const CaseInputs inputs = inputs_of(GetParam(), type);
+    const Answer exact = slow_answer<double>(inputs);
+    const int64_t keys = inputs.problem.keys, middle = keys / 3;
+    for (const AttentionKernels& kernels : attention_kernels()) {
+      const Answer tolerances =
+          tolerances_of(inputs, exact, type, test::weights_of(kernels, type));
+      AttentionArrays arrays = arrays_of(inputs, type);
+      const auto both_halves = [&](auto run) {
+        for (TokenRange half : {TokenRange{middle, keys}, {0, middle}}) {
+          run(kernels, inputs.problem, type, restricted(inputs.lines, half),
+              arrays, serial_for);
+        }
+      };
+      both_halves(test::run_forward);
+      both_halves(test::run_backward);
+      expect_answer(answer_in(arrays), exact, tolerances,
+                    std::string(kernels.name));
+    }
   }
 }
 
@@ -126,8 +134,9 @@ void expect_same_bits_on_threads(const AttentionCase& c, ElementType type,
 }
 
 TEST_P(Attention, GivesTheSameBitsOnAnyNumberOfThreads) {
-  expect_same_bits_on_threads(GetParam(), ElementType::float32,
-                              attention_kernels());
+  for (ElementType type : {ElementType::float32, ElementType::bfloat16}) {
+    expect_same_bits_on_threads(GetParam(), type, attention_kernels());
+  }
 }
 
 /// Enough (head, query block) pairs for several parts, and keys wide enough to
@@ -149,17 +158,21 @@ AttentionCase several_rounds() {
 }
 
 TEST(AttentionRounds, GiveTheSameBitsOnAnyNumberOfThreads) {
-  expect_same_bits_on_threads(several_rounds(), ElementType::float64,
-                              attention_kernels().last(1));
+  for (ElementType type : {ElementType::float64, ElementType::bfloat16}) {
+    expect_same_bits_on_threads(several_rounds(), type,
+                                attention_kernels().last(1));
+  }
 }
 
 TEST(AttentionRounds, AreAsExactAsAPlainComputation) {
-  const CaseInputs inputs = inputs_of(several_rounds(), ElementType::float64);
-  const Answer exact = slow_answer<double>(inputs);
-  const Answer tolerances = tolerances_of(inputs, exact, ElementType::float64);
-  expect_answer(
-      kernel_answer(attention_kernels().back(), inputs, ElementType::float64),
-      exact, tolerances, "");
+  const AttentionKernels& kernels = attention_kernels().back();
+  for (ElementType type : {ElementType::float64, ElementType::bfloat16}) {
+    const CaseInputs inputs = inputs_of(several_rounds(), type);
+    const Answer exact = slow_answer<double>(inputs);
+    const Answer tolerances =
+        tolerances_of(inputs, exact, type, test::weights_of(kernels, type));
+    expect_answer(kernel_answer(kernels, inputs, type), exact, tolerances, "");
+  }
 }
 
 /// Shapes and lines that nobody thought of. Lines that share queries have
@@ -200,19 +213,18 @@ TEST(AttentionRandom, ShapesAndLinesGiveTheOraclesAnswer) {
     SCOPED_TRACE(seed);
     test::Random random(seed);
     const AttentionCase c = random_case(random);
-    const CaseInputs inputs = inputs_of(c, ElementType::float64);
-    const Answer exact = slow_answer<double>(inputs);
-    const Answer tolerances =
-        tolerances_of(inputs, exact, ElementType::float64);
-    for (const AttentionKernels& kernels : attention_kernels()) {
-      AttentionArrays arrays =
-          arrays_of(inputs, ElementType::float64, c.strides);
-      run_forward(kernels, inputs.problem, ElementType::float64, inputs.lines,
-                  arrays);
-      run_backward(kernels, inputs.problem, ElementType::float64, inputs.lines,
-                   arrays);
-      expect_answer(answer_in(arrays), exact, tolerances,
-                    std::string(kernels.name));
+    for (ElementType type : {ElementType::float64, ElementType::bfloat16}) {
+      const CaseInputs inputs = inputs_of(c, type);
+      const Answer exact = slow_answer<double>(inputs);
+      for (const AttentionKernels& kernels : attention_kernels()) {
+        const Answer tolerances =
+            tolerances_of(inputs, exact, type, test::weights_of(kernels, type));
+        AttentionArrays arrays = arrays_of(inputs, type, c.strides);
+        run_forward(kernels, inputs.problem, type, inputs.lines, arrays);
+        run_backward(kernels, inputs.problem, type, inputs.lines, arrays);
+        expect_answer(answer_in(arrays), exact, tolerances,
+                      std::string(kernels.name));
+      }
     }
   }
 }

@@ -31,6 +31,10 @@ struct AttentionProblem {
   /// they hold, NaN included, reaches nobody.
   std::function<bool(int64_t row, int64_t query, int64_t key)> allows;
 
+  /// What weights, and derivatives of scores, are rounded to before values,
+  /// queries and keys are multiplied with them; empty is not at all.
+  std::function<double(double)> rounding;
+
   int64_t key_heads() const {
     return (heads - 1 + head_offset) / heads_per_key_head + 1;
   }
@@ -79,6 +83,11 @@ inline std::size_t place_of_query(const AttentionProblem& p, int64_t row,
 inline std::size_t place_of_key(const AttentionProblem& p, int64_t row,
                                 int64_t key, int64_t head, int64_t channels) {
   return place(row, key, p.keys, p.key_head_of(head), p.key_heads(), channels);
+}
+
+template <class T>
+T rounded_weight(const AttentionProblem& p, T weight) {
+  return p.rounding ? static_cast<T>(p.rounding(weight)) : weight;
 }
 
 /// log(exp(a) + exp(b)), where -inf stands for nothing.
@@ -136,7 +145,8 @@ AttentionAnswer<T> attention(const AttentionProblem& p) {
         if (seen.lse == -std::numeric_limits<T>::infinity()) continue;
         T* out = &answer.out[place_of_query(p, row, query, head, p.value_dim)];
         for (std::size_t i = 0; i < seen.keys.size(); ++i) {
-          const T weight = std::exp(seen.scores[i] - seen.lse_with_sink);
+          const T weight =
+              rounded_weight(p, std::exp(seen.scores[i] - seen.lse_with_sink));
           const double* v =
               &p.v[place_of_key(p, row, seen.keys[i], head, p.value_dim)];
           for (int64_t c = 0; c < p.value_dim; ++c) {
@@ -175,17 +185,19 @@ void differentiate(const AttentionProblem& p, const std::vector<double>& dout,
     const std::size_t at_v =
         place_of_key(p, row, seen.keys[i], head, p.value_dim);
     const T weight = std::exp(seen.scores[i] - seen.lse_with_sink);
+    const T dv_weight = rounded_weight(p, weight);
     T dweight = 0;
     for (std::size_t c = 0; c < value_dim; ++c) {
       const T d = static_cast<T>(dout[at_out + c]);
       dweight += d * static_cast<T>(p.v[at_v + c]);
-      gradients.dv[at_v + c] += weight * d;
+      gradients.dv[at_v + c] += dv_weight * d;
     }
     T dscore = weight * (dweight - delta) * static_cast<T>(p.scale);
     if (p.softcap != 0) {
       const T slope = seen.scores[i] / static_cast<T>(p.softcap);
       dscore *= 1 - slope * slope;
     }
+    dscore = rounded_weight(p, dscore);
     for (std::size_t c = 0; c < head_dim; ++c) {
       gradients.dq[at_q + c] += dscore * static_cast<T>(p.k[at_k + c]);
       gradients.dk[at_k + c] += dscore * static_cast<T>(p.q[at_q + c]);

@@ -45,6 +45,13 @@ inline double bfloat16_value(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
 
+/// To the nearest bfloat16, ties to even.
+inline double nearest_bfloat16(double value) {
+  if (!std::isfinite(value)) return value;
+  const auto bits = std::bit_cast<uint32_t>(static_cast<float>(value));
+  return std::bit_cast<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+
 /// The value that an array of this type holds for `value`; rounded to zero.
 inline double rounded(ElementType type, double value) {
   switch (type) {
