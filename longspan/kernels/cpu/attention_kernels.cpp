@@ -2,6 +2,7 @@
 
 #include "longspan/kernels/attention.h"
 #include "longspan/kernels/cpu/attention_steps.h"
+#include "longspan/kernels/cpu/bf16/steps.h"
 
 namespace longspan {
 
@@ -24,6 +25,34 @@ AttentionKernels kernels_named(std::string_view name) {
   };
 }
 
+#ifdef LONGSPAN_X86_KERNELS
+/// Those that have products of bfloat16; other types run as with AVX-512.
+template <const PanelSteps& steps>
+AttentionKernels bf16_kernels_named(std::string_view name) {
+  return {
+      .name = name,
+      .forward =
+          [](const AttentionForwardArgs& args,
+             const ParallelFor& parallel_for) {
+            if (args.type == ElementType::bfloat16) {
+              run_panels_forward(steps, args, parallel_for);
+            } else {
+              run_forward(kAvx512Steps, args, parallel_for);
+            }
+          },
+      .backward =
+          [](const AttentionBackwardArgs& args,
+             const ParallelFor& parallel_for) {
+            if (args.type == ElementType::bfloat16) {
+              run_panels_backward(steps, args, parallel_for);
+            } else {
+              run_backward(kAvx512Steps, args, parallel_for);
+            }
+          },
+  };
+}
+#endif
+
 std::vector<AttentionKernels> runnable_kernels() {
   std::vector kernels{kernels_named<kPortableSteps>("portable")};
 #ifdef LONGSPAN_X86_KERNELS
@@ -36,6 +65,10 @@ std::vector<AttentionKernels> runnable_kernels() {
                       __builtin_cpu_supports("avx512vl");
   if (avx2) kernels.push_back(kernels_named<kAvx2Steps>("avx2"));
   if (avx512) kernels.push_back(kernels_named<kAvx512Steps>("avx512"));
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16) {
+    kernels.push_back(bf16_kernels_named<kAvx512Bf16Steps>("avx512_bf16"));
+  }
 #endif
   return kernels;
 }

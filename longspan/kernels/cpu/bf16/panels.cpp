@@ -1,0 +1,107 @@
+#include "longspan/kernels/cpu/bf16/panels.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "longspan/kernels/cpu/attention_jobs.h"
+
+namespace longspan {
+
+namespace {
+
+constexpr int64_t kGroupBytes = 512 << 10;
+constexpr int64_t kWantedGroups = 32;
+
+PanelKeys keys_of_panel(const Windows& windows, int64_t first, int count) {
+  PanelKeys seen;
+  seen.first = count;
+  seen.first_query = kPanel;
+  for (int query = 0; query < kPanel; ++query) {
+    const TokenRange range = windows.of[query];
+    const auto place = [&](int64_t key) {
+      return static_cast<int32_t>(std::clamp<int64_t>(key - first, 0, count));
+    };
+    const int32_t low = place(range.begin), high = place(range.end);
+    if (low >= high) continue;
+    seen.low[query] = low;
+    seen.high[query] = high;
+    seen.first = std::min<int>(seen.first, low);
+    seen.last = std::max<int>(seen.last, high);
+    seen.first_query = std::min(seen.first_query, query);
+    seen.last_query = query + 1;
+  }
+  return seen;
+}
+
+}  // namespace
+
+GroupWindows::GroupWindows(const LineIndex& lines, const PanelGroup& group)
+    : panels_(group.count) {
+  for (int i = 0; i < panels_; ++i) {
+    const Panel& panel = group.panel[i];
+    of_[i] = lines.windows_of(group.row, panel.first, panel.count);
+    layers_ = std::max(layers_, of_[i].size());
+  }
+}
+
+bool GroupWindows::next(std::size_t layer, TokenRange keys,
+                        SeenKeys& seen) const {
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  int64_t first = kNone, last = 0;
+  for (int i = 0; i < panels_; ++i) {
+    if (layer >= of_[i].size()) continue;
+    for (int query = 0; query < kPanel; ++query) {
+      const TokenRange range = of_[i][layer].of[query];
+      if (range.end <= keys.begin || range.empty()) continue;
+      first = std::min(first, std::max(range.begin, keys.begin));
+      last = std::max(last, range.end);
+    }
+  }
+  if (first >= keys.end) return false;
+  seen.first = first;
+  seen.count = static_cast<int>(std::min<int64_t>(
+      {int64_t{kKeysAtOnce}, last - first, keys.end - first}));
+  for (int i = 0; i < panels_; ++i) {
+    seen.panel[i] = layer < of_[i].size()
+                        ? keys_of_panel(of_[i][layer], first, seen.count)
+                        : PanelKeys{};
+  }
+  return true;
+}
+
+PanelOrder::PanelOrder(const AttentionArgs& args, int64_t key_head,
+                       int per_group)
+    : queries_(args.queries),
+      key_head_(key_head),
+      blocks_((args.queries + kPanel - 1) / kPanel),
+      heads_(heads_of(args, key_head)),
+      per_group_(per_group) {}
+
+PanelGroup PanelOrder::group(int64_t row, int64_t index) const {
+  PanelGroup group;
+  group.row = row;
+  group.key_head = key_head_;
+  const int64_t first = index * per_group_;
+  const int64_t last = std::min(first + per_group_, panels());
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t token = i / heads_.size() * kPanel;
+    group.panel[group.count++] = {
+        .head = heads_.begin + i % heads_.size(),
+        .first = token,
+        .count = static_cast<int>(std::min<int64_t>(kPanel, queries_ - token))};
+  }
+  return group;
+}
+
+int panels_per_group(const AttentionArgs& args, int64_t panel_bytes) {
+  const int64_t blocks = (args.queries + kPanel - 1) / kPanel;
+  int64_t panels =
+      std::clamp<int64_t>(kGroupBytes / panel_bytes, 1, kMostPanels);
+  while (panels > 1 &&
+         args.rows * args.heads * blocks / panels < kWantedGroups) {
+    panels /= 2;
+  }
+  return static_cast<int>(panels);
+}
+
+}  // namespace longspan
