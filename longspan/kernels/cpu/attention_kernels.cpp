@@ -69,6 +69,9 @@ std::vector<AttentionKernels> runnable_kernels() {
   if (bf16) {
     kernels.push_back(bf16_kernels_named<kAvx512Bf16Steps>("avx512_bf16"));
   }
+  if (bf16 && amx_is_usable()) {
+    kernels.push_back(bf16_kernels_named<kAmxSteps>("amx"));
+  }
 #endif
   return kernels;
 }

@@ -100,9 +100,8 @@ void panel_backward_start(const AttentionBackwardArgs& args,
                                  scratch.v, scratch.v_stride, gradient.dout_t,
                                  scratch.dout + pair * scratch.dout_stride,
                                  scratch.dout_stride);
-    for (int64_t j = 0; j < args.head_dim * kScoreStride; ++j) {
-      gradient.dq[j] = 0;
-    }
+    const int rows = rounded_up(args.head_dim, kSideStep);
+    for (int64_t j = 0; j < rows * kScoreStride; ++j) gradient.dq[j] = 0;
     facts.some_dead = false;
     for (int query = 0; query < kPanel; ++query) {
       float lse = 0, delta = 0;

@@ -64,9 +64,8 @@ void panel_forward_start(const AttentionForwardArgs& args,
               scratch.k, scratch.k_stride);
     pairs_of_channels(scratch.k, scratch.k_stride, kPanel, args.head_dim,
                       state.q, kPanel);
-    for (int64_t j = 0; j < args.value_dim * kScoreStride; ++j) {
-      state.out[j] = 0;
-    }
+    const int rows = rounded_up(args.value_dim, kSideStep);
+    for (int64_t j = 0; j < rows * kScoreStride; ++j) state.out[j] = 0;
     for (int query = 0; query < kPanel; ++query) {
       state.top[query] = -kInfinity<float>;
       state.sum[query] = state.rounded[query] = 0;
