@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "longspan/kernels/attention.h"
-#include "tests/kernels/attention_answers.h"
+#include "tests/kernels/attention_poisons.h"
 
 /// Infinities, NaNs, queries that see nothing, and every half-precision number.
 namespace longspan {
@@ -15,70 +15,18 @@ using test::inputs_of;
 using test::kParts;
 using test::Values;
 
-/// A poisoned element: which array, which token, head and channel.
-struct Poison {
-  std::string name;
-  Values oracle::AttentionProblem::* array;  // nullptr is dout
-  int64_t token, head, channel;
-  double value;
-};
-
-std::vector<Poison> poisons() {
-  using Problem = oracle::AttentionProblem;
-  std::vector<Poison> list;
-  for (double value : {NAN, INFINITY, -INFINITY}) {
-    for (int64_t token : {0, 40, 69}) {
-      list.push_back({"q", &Problem::q, token, 1, 2, value});
-      list.push_back({"k", &Problem::k, token, 0, 3, value});
-      list.push_back({"v", &Problem::v, token, 0, 4, value});
-      list.push_back({"dout", nullptr, token, 0, 5, value});
-    }
-  }
-  return list;
-}
-
-/// Windows, so that most queries of a block see only some of its keys.
-AttentionCase poisoned_case() {
-  return {.name = "poisoned",
-          .queries = 70,
-          .keys = 70,
-          .heads = 2,
-          .heads_per_key_head = 2,
-          .head_dim = 8,
-          .value_dim = 8,
-          .lines = {test::band({0, 30}, {0, 30}, 0, 7),
-                    test::band({30, 64}, {30, 70}, 1, 12),
-                    test::all_of({66, 70}, {66, 70})}};
-}
-
 TEST(AttentionPoison, ReachesExactlyThoseWhoSeeIt) {
   for (ElementType type :
        {ElementType::float32, ElementType::float64, ElementType::bfloat16}) {
-    for (const Poison& poison : poisons()) {
-      CaseInputs inputs = inputs_of(poisoned_case(), type);
-      oracle::AttentionProblem& p = inputs.problem;
-      Values& array = poison.array == nullptr ? inputs.dout : p.*poison.array;
-      const bool of_key = poison.name == "k" || poison.name == "v";
-      const int64_t heads = of_key ? p.key_heads() : p.heads;
-      const int64_t place = (poison.token * heads + poison.head) * 8;
-      array[static_cast<std::size_t>(place + poison.channel)] = poison.value;
-      const Answer exact = slow_answer<double>(inputs);
-      for (const AttentionKernels& kernels : attention_kernels()) {
-        const Answer answer = kernel_answer(kernels, inputs, type);
-        const bool rounds =
-            test::weights_of(kernels, type) == test::Weights::bfloat16;
-        const double tolerance = rounds                         ? 1.0 / 64
-                                 : type == ElementType::float64 ? 1e-12
-                                                                : 1e-5;
-        const Answer tolerances{
-            {tolerance}, {tolerance}, {tolerance}, {tolerance}, {tolerance}};
-        expect_answer(answer, exact, tolerances,
-                      std::string(kernels.name) + " " + poison.name + " " +
-                          std::to_string(poison.token) + " " +
-                          std::to_string(poison.value));
-      }
-    }
+    test::expect_poison_reaches_those_who_see_it(test::poisoned_case(),
+                                                 attention_kernels(), type);
   }
+}
+
+TEST(AttentionPoison, ReachesThoseOfManyHeadsWhoSeeIt) {
+  test::expect_poison_reaches_those_who_see_it(test::wide_poisoned_case(),
+                                               attention_kernels().last(1),
+                                               ElementType::bfloat16);
 }
 
 /// Float arithmetic, and products of bfloat16 where the CPU has them.
@@ -94,7 +42,7 @@ INSTANTIATE_TEST_SUITE_P(Types, AttentionEdges,
                          });
 
 TEST_P(AttentionEdges, PoisonStaysOutWhereNobodySeesIt) {
-  AttentionCase c = poisoned_case();
+  AttentionCase c = test::poisoned_case();
   c.lines = {test::all_of({0, 70}, {0, 35})};
   CaseInputs clean = inputs_of(c, GetParam()), dirty = clean;
   for (std::size_t i = 35 * 8; i < dirty.problem.k.size(); ++i) {
@@ -138,7 +86,7 @@ TEST_P(AttentionEdges, GradientOfQueriesWithInfiniteLseIsNothing) {
 }
 
 TEST_P(AttentionEdges, StateIsLeftAloneByQueriesThatNoLineMentions) {
-  AttentionCase c = poisoned_case();
+  AttentionCase c = test::poisoned_case();
   c.lines = {test::all_of({10, 20}, {0, 70})};
   const CaseInputs inputs = inputs_of(c, GetParam());
   for (const AttentionKernels& kernels : attention_kernels()) {

@@ -6,7 +6,7 @@
 #include "longspan/kernels/cpu/bf16/backward_keys.h"
 #include "longspan/kernels/cpu/bf16/forward.h"
 #include "longspan/kernels/cpu/bf16/tile_engine.h"
-#include "tests/kernels/attention_answers.h"
+#include "tests/kernels/attention_poisons.h"
 #include "tests/kernels/emulated_tiles.h"
 
 /// The attention that AMX runs, on emulated tiles: packing, edges and the order
@@ -199,6 +199,14 @@ TEST_P(TileAttention, IsAsExactAsAPlainComputation) {
   for (const test::Array* written :
        {&arrays.out, &arrays.lse, &arrays.dq, &arrays.dk, &arrays.dv}) {
     EXPECT_TRUE(written->gaps_kept());
+  }
+}
+
+TEST(TileAttentionPoison, ReachesExactlyThoseWhoSeeIt) {
+  for (const AttentionCase& c :
+       {test::poisoned_case(), test::wide_poisoned_case()}) {
+    test::expect_poison_reaches_those_who_see_it(c, {&kEmulatedKernels, 1},
+                                                 ElementType::bfloat16);
   }
 }
 

@@ -112,7 +112,7 @@ void panel_backward_add_keys(const AttentionBackwardArgs& args,
         gradient.facts->some_dead
             ? without_dead(keys.panel[i], gradient.facts->dead)
             : keys.panel[i];
-    const Part part = part_of<Engine>(seen);
+    const Part part = part_of<Engine>(seen, kDepthStep);
     multiply_part<Engine>(part, scratch.k, scratch.k_stride, gradient.q_t,
                           args.head_dim, scratch.scores);
     multiply_part<Engine>(part, scratch.v, scratch.v_stride, gradient.dout_t,

@@ -158,7 +158,7 @@ void panel_forward_add_keys(const AttentionForwardArgs& args,
     const PanelKeys& seen = keys.panel[i];
     if (seen.first >= seen.last) continue;
     const PanelState& state = scratch.panel[i];
-    const Part part = part_of<Engine>(seen);
+    const Part part = part_of<Engine>(seen, kSideStep);
     multiply_part<Engine>(part, scratch.k, scratch.k_stride, state.q,
                           args.head_dim, scratch.scores);
     weigh(args, seen, part, scratch, state);

@@ -17,14 +17,15 @@ constexpr int64_t kKeyStride = kKeysAtOnce + 32;
 /// The part of a panel's scores that is worth computing, in whole steps.
 struct Part {
   int key_begin, key_end;    // whole steps of the engine's depth
-  int lane_begin, lane_end;  // whole steps of 32
+  int lane_begin, lane_end;  // whole steps of 16 or 32
 };
 
 template <class Engine>
-inline Part part_of(const PanelKeys& seen) {
+inline Part part_of(const PanelKeys& seen, int lane_step) {
   return {seen.first / Engine::kDepth * Engine::kDepth,
-          rounded_up(seen.last, Engine::kDepth), seen.first_query / 32 * 32,
-          rounded_up(seen.last_query, 32)};
+          rounded_up(seen.last, Engine::kDepth),
+          seen.first_query / lane_step * lane_step,
+          rounded_up(seen.last_query, lane_step)};
 }
 
 /// Which keys the queries of one vector see.

@@ -8,6 +8,8 @@ namespace {
 /// Products by tiles of 16 rows of 64 bytes: of 16 x 32 elements of A, of 16
 /// pairs x 16 columns of B, and of 16 x 16 floats of C. Two by two tiles of C
 /// stay in `Tiles` while the depth goes by, each load then serves two products.
+/// Rows go outside: most products have few columns, whose B stays in the first
+/// cache while A passes once.
 ///
 /// Rows of A and C have room up to whole steps of 16.
 template <class Tiles>
@@ -21,10 +23,10 @@ struct TileEngine {
   template <Begin begin>
   static void multiply(const PairProduct& m) {
     const int rows = rounded_up(m.rows, 16);
-    for (int column = 0; column < m.columns; column += 32) {
-      const bool wide = m.columns - column > 16;
-      for (int row = 0; row < rows; row += 32) {
-        const bool tall = rows - row > 16;
+    for (int row = 0; row < rows; row += 32) {
+      const bool tall = rows - row > 16;
+      for (int column = 0; column < m.columns; column += 32) {
+        const bool wide = m.columns - column > 16;
         if (tall && wide) {
           multiply_block<begin, 2, 2>(m, row, column);
         } else if (tall) {
