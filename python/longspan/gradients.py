@@ -156,28 +156,32 @@ def _agree_on_states(
             f"sum_gradients: rank {strangers[0]} has other parameters than rank 0, or wraps "
             "them otherwise; give every rank of the group the same model"
         )
-    columns = [list(mine)]
+    rows = [list(mine)]
     if any(row[2] != said[0][2] for row in said):
-        columns = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
-    states = [max(column) for column in zip(*columns, strict=True)]
-    # A rank that got nothing new does not spoil what others got.
-    fresh = [any(state == _DENSE for state in column) for column in zip(*columns, strict=True)]
-    for one, state in zip(trained, states, strict=True):
-        if state == _SPARSE:
+        rows = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
+    states = [max(column) for column in zip(*rows, strict=True)]
+    for one, column in zip(trained, zip(*rows, strict=True), strict=True):
+        if _SPARSE in column:
             raise sparse_error("sum_gradients", one.name)
-        if state == _ADDED_TO:
+        if _ADDED_TO in column:
             raise ValueError(
                 f"sum_gradients: backward added to a gradient that was summed already (`{one.name}`"
                 "); call it once a step, after the last backward, and model.zero_grad() before the "
                 "next step"
             )
-    if _DONE in states and not any(fresh):
+        if _DONE in column and _DENSE in column:
+            raise ValueError(
+                f"sum_gradients: rank {column.index(_DONE)} still has the gradient of `{one.name}` "
+                f"of an earlier step, and rank {column.index(_DENSE)} a new one; call "
+                "model.zero_grad() on all ranks before a step"
+            )
+    if _DONE in states and _DENSE not in states:
         name = trained[states.index(_DONE)].name
         raise ValueError(
             f"sum_gradients: these gradients were summed already (`{name}` and all others), and "
             "no backward added to them; call it once a step, after the last backward"
         )
-    return [_DENSE if new else state for new, state in zip(fresh, states, strict=True)]
+    return states
 
 
 def _dtype(one: Trained) -> torch.dtype:

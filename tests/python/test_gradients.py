@@ -319,6 +319,15 @@ def other_buckets(group: Group) -> None:
     longspan.sum_gradients(nn.Linear(2, 2), group, bucket_bytes=1 + group.rank())
 
 
+def left_over_on_one_rank(group: Group) -> None:
+    model = nn.Linear(2, 2)
+    step(model, group)
+    if group.rank() == 0:
+        model.zero_grad()
+        model(torch.ones(2)).sum().backward()
+    longspan.sum_gradients(model, group)
+
+
 def unsummed(group: Group) -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(2)).sum().backward()
@@ -330,6 +339,7 @@ REFUSED: list[tuple[Callable[[Group], Any], type[Exception], str]] = [
     (other_shapes, ValueError, "sum_gradients: rank 1 has other parameters than rank 0"),
     (other_names, ValueError, "sum_gradients: rank 1 has other parameters than rank 0"),
     (other_buckets, ValueError, "sum_gradients: rank 1 has other parameters than rank 0"),
+    (left_over_on_one_rank, ValueError, "sum_gradients: rank 1 still has the gradient of `bias`"),
     (unsummed, ValueError, "clip_grad_norm: the gradient of `bias` was not summed over the group"),
 ]
 
