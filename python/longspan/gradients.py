@@ -7,6 +7,7 @@ their own; `sum_gradients` makes up for what they did.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,9 +31,6 @@ from longspan.wrappings import (
 _ADD, _SCALE, _LEAVE = "add", "scale", "leave"
 # What a rank says about a gradient that it has or has not.
 _MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
-# Parameters that are watched, and whether backward added to what was summed. Not an
-# attribute of theirs: those are pickled with a model.
-_added_to: Any = WeakIdKeyDictionary()
 
 
 @torch.no_grad()
@@ -80,7 +78,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
         torch._foreach_mul_([local_part(grad) for grad in grads[_SCALE]], float(ranks.size()))
     for done in grads.values():
         mark(done)
-    _watch(next((p for p in model.parameters() if p.requires_grad), None), trained)
+    _watch(model, trained)
 
 
 # ---- Who needs what.
@@ -139,7 +137,8 @@ def _agree_on_states(
         (one.name, way, str(_dtype(one)), tuple(_shape(one, way)))
         for one, way in zip(trained, ways, strict=True)
     ]
-    mine = bytes(map(_state, trained))
+    rescaled = _only_rescaled(trained)
+    mine = bytes(_state(one, rescaled) for one in trained)
     hashes = [_C.hash_of(repr((bucket_bytes, table)).encode()), _C.hash_of(mine)]
     words = [0 if refusal is None else 1, *(h & (1 << 63) - 1 for h in hashes)]
     said = stacked(torch.tensor(words), group).tolist()
@@ -195,15 +194,16 @@ def _shape(one: Trained, way: str) -> torch.Size:
     return local_part(one.parameter).shape if way == _ADD else one.parameter.shape
 
 
-def _state(one: Trained) -> int:
+def _state(one: Trained, rescaled: bool) -> int:
     grad = one.parameter.grad
     if grad is None:
         return _MISSING
     if not is_dense(grad):
         return _SPARSE
-    if mark_of(grad) == version_of(grad):
+    if rescaled or mark_of(grad) == version_of(grad):
         return _DONE
-    return _ADDED_TO if _added_to.get(one.parameter, False) else _DENSE
+    watch = _watched.get(one.parameter)
+    return _ADDED_TO if watch is not None and watch.added else _DENSE
 
 
 def is_dense(grad: Tensor) -> bool:
@@ -236,24 +236,52 @@ def mark(grads: Iterable[Tensor]) -> None:
         grad._longspan_summed = version_of(grad)  # type: ignore[attr-defined]
 
 
-def _watch(first: nn.Parameter | None, trained: Sequence[Trained]) -> None:
-    """Notices when backward adds to what was summed. One parameter stands for all;
-    the first, because shards lie in one buffer and count their writes together."""
+@dataclasses.dataclass
+class _Watch:
+    """What backward did to a parameter since gradients were last summed."""
+
+    ran: bool = False
+    added: bool = False  # to what was summed
+
+
+# Not an attribute of the parameters: those are pickled with a model.
+_watched: Any = WeakIdKeyDictionary()
+
+
+def _watch(model: nn.Module, trained: Sequence[Trained]) -> None:
+    """One parameter stands for all; the first, because shards lie in one buffer and
+    count their writes together."""
+    first = next((p for p in model.parameters() if p.requires_grad), None)
     held: Any = next((one.parameter for one in trained if one.parameter is first), None)
-    if held is None or held in _added_to:
+    if held is None:
+        return
+    if held in _watched:
+        _watched[held].ran = False
         return
 
     def note(parameter: Tensor) -> None:
-        grad = parameter.grad
+        watch, grad = _watched[parameter], parameter.grad
+        watch.ran = True
         mark = None if grad is None else mark_of(grad)
-        if mark is None:
-            _added_to[parameter] = False
-        elif grad is not None and version_of(grad) == mark + 1:
-            # Exactly one write since, this one: so nobody zeroed it.
-            _added_to[parameter] = True
+        if grad is None or mark is None:
+            watch.added = False
+        elif version_of(grad) == mark + 1:
+            watch.added = True  # exactly one write since, this one: so nobody zeroed it
 
-    _added_to[held] = False
+    _watched[held] = _Watch()
     held.register_post_accumulate_grad_hook(note)
+
+
+def _only_rescaled(trained: Sequence[Trained]) -> bool:
+    """Whether others wrote to summed gradients, all alike, and no backward did."""
+    watch = next((_watched[t.parameter] for t in trained if t.parameter in _watched), None)
+    grads = [one.parameter.grad for one in trained if one.parameter.grad is not None]
+    marks = [mark_of(grad) for grad in grads]
+    if watch is None or watch.ran or None in marks or not all(map(is_dense, grads)):
+        return False
+    writes = {version_of(grad) - (mark or 0) for grad, mark in zip(grads, marks, strict=True)}
+    # All zeros were zeroed for a step in which this rank had nothing to add.
+    return len(writes) == 1 and any(bool(local_part(grad).any()) for grad in grads)
 
 
 # ---- Sums.

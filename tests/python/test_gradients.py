@@ -207,6 +207,12 @@ def twice_with_clipping_between(model: nn.Module, group: Group) -> None:
     longspan.sum_gradients(model, group)
 
 
+def twice_with_clipping_of_torch_between(model: nn.Module, group: Group) -> None:
+    step(model, group)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    longspan.sum_gradients(model, group)
+
+
 def after_every_microbatch(model: nn.Module, group: Group) -> None:
     step(model, group)
     step(model, group)
@@ -232,6 +238,7 @@ ADDED = "backward added to a gradient that was summed already"
         (changes, None),
         (twice, ALREADY),
         (twice_with_clipping_between, ALREADY),
+        (twice_with_clipping_of_torch_between, ALREADY),
         (after_every_microbatch, ADDED),
         (after_every_microbatch_of_a_later_step, ADDED),
     ],
@@ -263,6 +270,34 @@ def test_what_no_backward_reached_again_stays() -> None:
         model[1](torch.ones(2)).backward()
         longspan.sum_gradients(model, group)
         assert [layer.weight.grad.tolist() for layer in model] == [[[2.0, 2.0]]] * 2
+
+    run_ranks(2, body)
+
+
+def test_a_first_parameter_may_rest_for_a_step() -> None:
+    """Zeroed in place and not used: nothing that was summed twice."""
+
+    def body(group: Group) -> None:
+        model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
+        for used in ([0, 1], [1], [0]):
+            model.zero_grad(set_to_none=False)
+            sum(model[at](torch.ones(2)) for at in used).backward()
+            longspan.sum_gradients(model, group)
+            for at in range(2):
+                assert model[at].weight.grad.tolist() == [[2.0 * (at in used)] * 2]
+
+    run_ranks(2, body)
+
+
+def test_a_rank_may_rest_for_a_step() -> None:
+    def body(group: Group) -> None:
+        model = nn.Linear(2, 2)
+        step(model, group)
+        model.zero_grad(set_to_none=False)
+        if group.rank() == 0:
+            model(torch.ones(2)).sum().backward()
+        longspan.sum_gradients(model, group)
+        assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
     run_ranks(2, body)
 
