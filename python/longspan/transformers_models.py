@@ -148,7 +148,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
             raise ValueError(
                 f"shard: {type(part).__name__} looks up its per-layer inputs by token, and "
                 f"`inputs_embeds` has no ids; give `per_layer_inputs` too, from "
-                f"get_per_layer_inputs(input_ids)"
+                f"get_per_layer_inputs(input_ids, None)"
             )
 
 

@@ -54,6 +54,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         attn_logit_softcapping=3.0,
         query_pre_attn_scalar=8,
+        attn_implementation="eager",  # some versions of the other one leave the softcap out
     ),
     "gemma3": _decoder(
         "Gemma3ForCausalLM",
@@ -238,7 +239,7 @@ def embedded(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         rest["inputs_embeds"] = model.get_input_embeddings()(batch["input_ids"])
         if getattr(model.config, "hidden_size_per_layer_input", None):
-            rest["per_layer_inputs"] = model.model.get_per_layer_inputs(batch["input_ids"])
+            rest["per_layer_inputs"] = model.model.get_per_layer_inputs(batch["input_ids"], None)
     return rest
 
 
