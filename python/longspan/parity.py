@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from longspan import _C
-from longspan.batch import LocalBatch, shard, unshard
+from longspan.batch import KEYWORD, LocalBatch, read, shard, unshard
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
+from longspan.model_batch import shard_for_layers
+from longspan.models import Parallelized, find_state
 
 #: How a model runs on a share: the loss (None without labels), and one output for
 #: each token. The loss is the mean over the tokens of all ranks, the same on every
@@ -23,7 +25,11 @@ Run = Callable[[nn.Module, LocalBatch, Group], tuple[Tensor | None, Tensor]]
 
 
 def run_model(model: nn.Module, local: LocalBatch, group: Group) -> tuple[Tensor | None, Tensor]:
-    """``model(local, group)``, which returns the loss and the logits."""
+    """``model(**local)`` where `shard` knew the model, which `parallelize` was called
+    on; else ``model(local, group)``, which returns the loss and the logits."""
+    if KEYWORD in local:
+        out = model(**local)
+        return out.loss, out.logits
     loss, logits = model(local, group)
     return loss, logits
 
@@ -79,7 +85,8 @@ def check_parity(
     **options: Any,
 ) -> Parity:
     """Runs `model` on this rank's share of `batch` and on the whole batch, and
-    compares the loss, the logits and the gradient of every parameter.
+    compares the loss, the logits and the gradient of every parameter. The model is
+    one that `parallelize` was called on, or what `run` can call.
 
     Every rank of the group calls it with the same model and batch. `run` says how
     the model is called; `options` go to `shard`. `tolerance` is relative to each
@@ -87,8 +94,8 @@ def check_parity(
     model's. Gradients the model had before are left as they were.
     """
     ranks = Group() if group is None else Group.of(group)
-    whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
-    share = shard(batch, ranks, **options)
+    whole = _whole(model, batch, options)
+    share = _share(model, batch, ranks, options)
     coarsest = max(
         (torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
         default=0.0,
@@ -173,7 +180,7 @@ def leak_probe(
     ids = _document_ids(batch, options)
 
     def outputs(changed: Tensor) -> Tensor:
-        share = shard({**batch, key: changed}, ranks, **options)
+        share = _share(model, {**batch, key: changed}, ranks, options)
         with torch.no_grad():
             _, logits = run(model, share, ranks)
             return unshard(logits, share, group=ranks)
@@ -200,6 +207,25 @@ def leak_probe(
     return leaks
 
 
+def _share(
+    model: nn.Module, batch: Mapping[str, Any], group: Group, options: Mapping[str, Any]
+) -> LocalBatch:
+    known = None if find_state(model) is None else model
+    return shard(batch, group, model=known, **options)
+
+
+def _whole(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any]) -> LocalBatch:
+    """The batch for one rank alone, also where the model is set up for many."""
+    alone = _for_one_rank(options)
+    state = find_state(model)
+    if state is None:
+        return shard(batch, rank=0, ranks=1, **alone)
+    rows, others = read(batch, alone.get("table"))
+    cut = state.ownership if isinstance(state.ownership, str) else "contiguous-rows"
+    solo = Parallelized(Group.solo(), state.strategy, alone.get("layout", cut), state.layers)
+    return shard_for_layers(batch, rows, others, solo, None, None, 1, check_agreement=False)
+
+
 def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
     """[B, S]: 1, 2, ... over all rows, 0 where there is no document."""
     whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
@@ -213,20 +239,7 @@ def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tenso
             rows.append(torch.where(row > 0, row + used, row))
             used += int(row.max()) if row.numel() else 0
         ids = unshard([torch.stack(rows)], whole)
-    positions = batch.get("position_ids")
-    said = any(batch.get(key) is not None for key in ("seq_lens", "cu_seqlens"))
-    if said or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return ids
-    return _cut_at_restarts(ids, positions.cpu().expand_as(ids))
-
-
-def _cut_at_restarts(ids: Tensor, positions: Tensor) -> Tensor:
-    """The same documents, cut where positions do not go on."""
-    begins = ids != 0
-    goes_on = (ids[:, 1:] == ids[:, :-1]) & (positions[:, 1:] > positions[:, :-1])
-    begins[:, 1:] &= ~goes_on
-    numbers = begins.flatten().cumsum(0).view_as(ids)
-    return torch.where(ids != 0, numbers, 0)
+    return ids
 
 
 def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:

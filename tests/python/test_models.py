@@ -240,6 +240,38 @@ def test_a_local_batch_travels_without_its_group() -> None:
     assert longspan.unshard(again["input_ids"], again).equal(packed([7, 5]).ids)
 
 
+# ---- Checks that users run.
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_parity_and_leaks_of_parallelized_models(family: str) -> None:
+    case = packed([6, 8, 9], [21, 2])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family), group, ownership="contiguous-stream")
+        found = longspan.check_parity(model, case.batch, group, tolerance=3e-6)
+        found.raise_if_different()
+        assert len(found.differences) == 2 + len(list(model.parameters()))
+        assert longspan.leak_probe(model, case.batch, group) == []
+
+    run_ranks(2, body)
+
+
+def test_a_leak_is_found() -> None:
+    """A model that ignores where documents begin."""
+    model = longspan.parallelize(decoder("llama"))
+    inner = model.model.forward
+
+    def forgetful(*args: Any, **options: Any) -> Any:
+        ids = options["input_ids"]
+        options["longspan"] = longspan.shard({"input_ids": ids}, model=model)["longspan"]
+        return inner(*args, **options)
+
+    model.model.forward = forgetful
+    leaks = longspan.leak_probe(model, packed([6, 8]).batch)
+    assert [(leak.changed_document, leak.moved_document) for leak in leaks] == [(1, 2)]
+
+
 # ---- What stays untouched, and what is refused.
 
 

@@ -106,12 +106,13 @@ def test_inductor_over_two_ranks() -> None:
         assert error <= 1e-4 * gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [(family, False) for family in FAMILIES]
+    # Keys that Gemma 4's layers share lose their gradient there, with any attention.
+    + [(family, True) for family in FAMILIES if family != "gemma4"],
+)
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
-    if family == "gemma4" and reentrant:
-        pytest.skip("keys shared between layers lose their gradient there, with any attention")
-
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder(family), group).train()
         local = longspan.shard(packed([4, 9, 1, 11]).batch, group, model=model)
