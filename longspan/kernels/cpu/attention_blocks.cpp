@@ -5,6 +5,16 @@
 
 namespace longspan {
 
+TokenRange reach_of(const Windows& windows) {
+  TokenRange reach{std::numeric_limits<int64_t>::max(), 0};
+  for (const TokenRange& seen : windows.of) {
+    if (seen.empty()) continue;
+    reach.begin = std::min(reach.begin, seen.begin);
+    reach.end = std::max(reach.end, seen.end);
+  }
+  return reach.end == 0 ? TokenRange{} : reach;
+}
+
 bool next_key_block(const Windows& windows, int64_t key, int64_t end,
                     KeyBlock& block) {
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
@@ -31,6 +41,10 @@ bool next_key_block(const Windows& windows, int64_t key, int64_t end,
     if (block.low[query] >= block.high[query]) continue;
     block.first_query = std::min(block.first_query, query);
     block.last_query = query + 1;
+  }
+  block.hides = false;
+  for (int query = block.first_query; query < block.last_query; ++query) {
+    block.hides |= block.low[query] > 0 || block.high[query] < block.count;
   }
   return true;
 }

@@ -26,6 +26,9 @@ struct Windows {
   TokenRange of[kBlock];
 };
 
+/// The keys from the first to the last that a query of the block sees.
+TokenRange reach_of(const Windows& windows);
+
 /// Consecutive keys, and which of them each query of a block sees: those
 /// [low, high) of the block. Queries outside [first_query, last_query) see
 /// none of them.
@@ -33,6 +36,7 @@ struct KeyBlock {
   int64_t first = 0;  // key
   int count = 0;      // of keys, 1 to kBlock
   int first_query = 0, last_query = 0;
+  bool hides = false;  // some key from some query of [first_query, last_query)
   int32_t low[kBlock] = {}, high[kBlock] = {};
 };
 

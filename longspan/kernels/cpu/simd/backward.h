@@ -10,12 +10,12 @@ namespace {
 template <class T>
 struct BackwardScratch {
   T *k, *v;         // [keys, channels] of the block at hand
-  T *q, *dout;      // [queries, channels]
+  T *q, *dout;      // [queries, channels], q with its factor
   T *q_t, *dout_t;  // [channels, queries]
   T* dq;            // [queries, head_dim]
   T* product;       // [keys, channels] of dk or dv
   T* weights;       // scores, then P
-  T* changes;       // dP, then dS times the scale
+  T* changes;       // dP, then dS
   T *lse, *delta;   // [queries]
   struct Facts {
     bool finite;        // q and dout
@@ -32,8 +32,8 @@ struct BackwardScratch {
     v = carver.take<T>(kBlock * dv);
     q = carver.take<T>(kBlock * d);
     dout = carver.take<T>(kBlock * dv);
-    q_t = carver.take<T>(args.head_dim * score_stride<T>());
-    dout_t = carver.take<T>(args.value_dim * score_stride<T>());
+    q_t = carver.take<T>(d * score_stride<T>());
+    dout_t = carver.take<T>(dv * score_stride<T>());
     dq = carver.take<T>(kBlock * d);
     product = carver.take<T>(kBlock * (d > dv ? d : dv));
     weights = carver.take<T>(kBlock * score_stride<T>());
@@ -53,18 +53,17 @@ void backward_start(const AttentionBackwardArgs& args,
   const int64_t d = row_length<T>(args.head_dim);
   const int64_t dv = row_length<T>(args.value_dim);
   auto& facts = *scratch.facts;
-  facts.finite = pack_rows(
-      place_in<const Element>(args.q, queries.row, queries.first,
-                              queries.first_head),
-      args.q.token_stride, queries.count, args.head_dim, scratch.q, d);
-  facts.finite &= pack_rows(
-      place_in<const Element>(args.dout, queries.row, queries.first,
-                              queries.first_head),
-      args.dout.token_stride, queries.count, args.value_dim, scratch.dout, dv);
-  transpose(scratch.q, d, queries.count, args.head_dim, scratch.q_t,
-            score_stride<T>(), kBlock);
-  transpose(scratch.dout, dv, queries.count, args.value_dim, scratch.dout_t,
-            score_stride<T>(), kBlock);
+  pack_queries(place_in<const Element>(args.q, queries.row, queries.first,
+                                       queries.first_head),
+               args.q.token_stride, queries.count, args.head_dim,
+               query_factor<T>(args), scratch.q, scratch.q_t);
+  pack_queries(place_in<const Element>(args.dout, queries.row, queries.first,
+                                       queries.first_head),
+               args.dout.token_stride, queries.count, args.value_dim, T{1},
+               scratch.dout, scratch.dout_t);
+  facts.finite =
+      all_finite(Rows<T>{scratch.q, d}, queries.count, args.head_dim) &&
+      all_finite(Rows<T>{scratch.dout, dv}, queries.count, args.value_dim);
   for (int64_t i = 0; i < kBlock * d; ++i) scratch.dq[i] = 0;
   facts.some_dead = false;
   for (int query = 0; query < kBlock; ++query) {
@@ -84,15 +83,15 @@ void backward_start(const AttentionBackwardArgs& args,
   }
 }
 
-/// From scores and dP to P and dS: P = exp(score - lse), dS = scale * P * (dP -
-/// delta), times the slope of the soft cap. Hidden pairs get 0 by choice, not
-/// by arithmetic: what they hold may be NaN.
+/// From scores and dP to P and dS: P = exp(score - lse), dS = P * (dP - delta),
+/// times the slope of the soft cap. The scale is in the queries that dS meets,
+/// and comes to dq in the end. Hidden pairs get 0 by choice, not by arithmetic:
+/// what they hold may be NaN.
 template <class T>
 void differentiate(const AttentionArgs& args, const KeyBlock& keys,
                    const BackwardScratch<T>& scratch) {
   const Lanes lanes = lanes_of<T>(keys);
   const int64_t stride = score_stride<T>();
-  const T scale = static_cast<T>(args.scale);
   const T cap = static_cast<T>(args.softcap);
   const Vector<T> zero = {};
   for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
@@ -104,8 +103,8 @@ void differentiate(const AttentionArgs& args, const KeyBlock& keys,
       T* ds_at = scratch.changes + key * stride + lane;
       const Vector<T> s = load(p_at);
       Vector<T> p = exp_of(s - lse);
-      Vector<T> ds = scale * (p * (load(ds_at) - delta));
-      if (cap != 0) ds *= T{1} - (s / cap) * (s / cap);
+      Vector<T> ds = p * (load(ds_at) - delta);
+      if (cap != 0) ds *= cap * (T{1} - (s / cap) * (s / cap));
       if (!visible.all) {
         const Choice<T> sees = visible.sees(key);
         p = sees ? p : zero;
@@ -120,19 +119,22 @@ void differentiate(const AttentionArgs& args, const KeyBlock& keys,
 /// target[key] += sum over queries of weights[key, query] * rows[query].
 template <class T>
 void add_to_keys(const KeyBlock& keys, const T* weights, const T* rows, int n,
-                 bool finite, T* product, T* target, int64_t target_stride) {
+                 bool plain, T* product, T* target, int64_t target_stride) {
   const int64_t stride = row_length<T>(n);
-  if (finite) {
-    multiply<Layout::rows, Start::zero>(
-        Product<T>{.a = weights + keys.first_query,
-                   .a_stride = score_stride<T>(),
-                   .b = rows + keys.first_query * stride,
-                   .b_stride = stride,
-                   .c = product,
-                   .c_stride = stride,
-                   .rows = keys.count,
-                   .depth = keys.last_query - keys.first_query,
-                   .columns = whole_vectors<T>(n)});
+  Product<T> m{.a = weights + keys.first_query,
+               .a_stride = score_stride<T>(),
+               .b = rows + keys.first_query * stride,
+               .b_stride = stride,
+               .c = target,
+               .c_stride = target_stride,
+               .rows = keys.count,
+               .depth = keys.last_query - keys.first_query,
+               .columns = whole_vectors<T>(n)};
+  if (plain && n == m.columns) return multiply<Layout::rows, Start::add>(m);
+  m.c = product;
+  m.c_stride = stride;
+  if (plain) {
+    multiply<Layout::rows, Start::zero>(m);
   } else {
     sum_visible_of_keys(keys, weights, rows, stride, n, product);
   }
@@ -146,6 +148,7 @@ void add_to_keys(const KeyBlock& keys, const T* weights, const T* rows, int n,
 /// The block without queries that saw nothing.
 inline KeyBlock without_dead(const KeyBlock& keys, const bool* dead) {
   KeyBlock alive = keys;
+  alive.hides = true;
   for (int query = 0; query < kBlock; ++query) {
     if (dead[query]) alive.low[query] = alive.high[query] = 0;
   }
@@ -162,20 +165,20 @@ void backward_add_keys(const AttentionBackwardArgs& args,
   const KeyBlock keys =
       facts.some_dead ? without_dead(given, facts.dead) : given;
   const int64_t d = row_length<T>(args.head_dim);
-  const int64_t dv = row_length<T>(args.value_dim);
-  const bool k_finite =
-      pack_rows(place_in<const Element>(args.k, queries.row, keys.first,
-                                        queries.key_head),
-                args.k.token_stride, keys.count, args.head_dim, scratch.k, d);
-  pack_rows(place_in<const Element>(args.v, queries.row, keys.first,
-                                    queries.key_head),
-            args.v.token_stride, keys.count, args.value_dim, scratch.v, dv);
+  const Rows<T> k = rows_of<Reads::vectors>(
+      place_in<const Element>(args.k, queries.row, keys.first,
+                              queries.key_head),
+      args.k.token_stride, keys.count, args.head_dim, scratch.k);
+  const Rows<T> v = rows_of<Reads::elements>(
+      place_in<const Element>(args.v, queries.row, keys.first,
+                              queries.key_head),
+      args.v.token_stride, keys.count, args.value_dim, scratch.v);
 
-  compute_scores(args, keys, scratch.k, scratch.q_t, scratch.weights);
+  compute_scores(args, keys, k, scratch.q_t, scratch.weights);
   const Lanes lanes = lanes_of<T>(keys);
   multiply<Layout::rows, Start::zero>(
-      Product<T>{.a = scratch.v,
-                 .a_stride = dv,
+      Product<T>{.a = v.data,
+                 .a_stride = v.stride,
                  .b = scratch.dout_t + lanes.begin,
                  .b_stride = score_stride<T>(),
                  .c = scratch.changes + lanes.begin,
@@ -185,22 +188,24 @@ void backward_add_keys(const AttentionBackwardArgs& args,
                  .columns = lanes.end - lanes.begin});
   differentiate(args, keys, scratch);
 
-  add_to_keys(keys, scratch.weights, scratch.dout, args.value_dim, facts.finite,
+  // Where nothing is hidden, infinities and NaNs are everybody's to see.
+  const bool plain = !keys.hides || facts.finite;
+  add_to_keys(keys, scratch.weights, scratch.dout, args.value_dim, plain,
               scratch.product, static_cast<T*>(gradients.dv),
               gradients.dv_stride);
-  add_to_keys(keys, scratch.changes, scratch.q, args.head_dim, facts.finite,
+  add_to_keys(keys, scratch.changes, scratch.q, args.head_dim, plain,
               scratch.product, static_cast<T*>(gradients.dk),
               gradients.dk_stride);
-  if (!k_finite) {
-    add_visible_to_queries(keys, scratch.changes, scratch.k, d, args.head_dim,
-                           scratch.dq);
+  if (keys.hides && !all_finite(k, keys.count, args.head_dim)) {
+    add_visible_to_queries(keys, scratch.changes, k, args.head_dim, scratch.dq,
+                           d);
     return;
   }
   multiply<Layout::transposed, Start::add>(
       Product<T>{.a = scratch.changes + keys.first_query,
                  .a_stride = score_stride<T>(),
-                 .b = scratch.k,
-                 .b_stride = d,
+                 .b = k.data,
+                 .b_stride = k.stride,
                  .c = scratch.dq + keys.first_query * d,
                  .c_stride = d,
                  .rows = keys.last_query - keys.first_query,
@@ -214,10 +219,13 @@ void backward_finish(const AttentionBackwardArgs& args,
   using T = Accumulator<Element>;
   const BackwardScratch<T> scratch(args, memory);
   const int64_t d = row_length<T>(args.head_dim);
+  const T factor = query_factor<T>(args);
   for (int query = 0; query < queries.count; ++query) {
     T* dq = place_in<T>(args.dq, queries.row, queries.first + query,
                         queries.first_head);
-    for (int i = 0; i < args.head_dim; ++i) dq[i] += scratch.dq[query * d + i];
+    for (int i = 0; i < args.head_dim; ++i) {
+      dq[i] += factor * scratch.dq[query * d + i];
+    }
   }
 }
 

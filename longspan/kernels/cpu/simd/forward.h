@@ -32,7 +32,7 @@ struct ForwardScratch {
     scores = carver.take<T>(kBlock * score_stride<T>());
     keep = carver.take<T>(kBlock);
     for (int h = 0; h < heads; ++h) {
-      head[h].q = carver.take<T>(args.head_dim * score_stride<T>());
+      head[h].q = carver.take<T>(d * score_stride<T>());
       head[h].out = carver.take<T>(kBlock * dv);
       head[h].max = carver.take<T>(kBlock);
       head[h].sum = carver.take<T>(kBlock);
@@ -46,16 +46,14 @@ void forward_start(const AttentionForwardArgs& args, const QueryBlock& queries,
                    void* memory) {
   using T = Accumulator<Element>;
   const ForwardScratch<T> scratch(args, queries.heads, memory);
-  const int64_t d = row_length<T>(args.head_dim);
   const int64_t dv = row_length<T>(args.value_dim);
   for (int h = 0; h < queries.heads; ++h) {
     const HeadState<T>& head = scratch.head[h];
     // Rows pass through the place of k, which no block has taken yet.
-    pack_rows(place_in<const Element>(args.q, queries.row, queries.first,
-                                      queries.first_head + h),
-              args.q.token_stride, queries.count, args.head_dim, scratch.k, d);
-    transpose(scratch.k, d, queries.count, args.head_dim, head.q,
-              score_stride<T>(), kBlock);
+    pack_queries(place_in<const Element>(args.q, queries.row, queries.first,
+                                         queries.first_head + h),
+                 args.q.token_stride, queries.count, args.head_dim,
+                 query_factor<T>(args), scratch.k, head.q);
     for (int64_t i = 0; i < kBlock * dv; ++i) head.out[i] = 0;
     for (int i = 0; i < kBlock; ++i) {
       head.max[i] = -kInfinity<T>;
@@ -108,32 +106,34 @@ void forward_add_keys(const AttentionForwardArgs& args,
                       void* memory) {
   using T = Accumulator<Element>;
   const ForwardScratch<T> scratch(args, queries.heads, memory);
-  const int64_t d = row_length<T>(args.head_dim);
   const int64_t dv = row_length<T>(args.value_dim);
-  pack_rows(place_in<const Element>(args.k, queries.row, keys.first,
-                                    queries.key_head),
-            args.k.token_stride, keys.count, args.head_dim, scratch.k, d);
-  const bool finite =
-      pack_rows(place_in<const Element>(args.v, queries.row, keys.first,
-                                        queries.key_head),
-                args.v.token_stride, keys.count, args.value_dim, scratch.v, dv);
+  const Rows<T> k = rows_of<Reads::elements>(
+      place_in<const Element>(args.k, queries.row, keys.first,
+                              queries.key_head),
+      args.k.token_stride, keys.count, args.head_dim, scratch.k);
+  const Rows<T> v = rows_of<Reads::vectors>(
+      place_in<const Element>(args.v, queries.row, keys.first,
+                              queries.key_head),
+      args.v.token_stride, keys.count, args.value_dim, scratch.v);
+  // Where nothing is hidden, infinities and NaNs are everybody's to see.
+  const bool plain = !keys.hides || all_finite(v, keys.count, args.value_dim);
   const int columns = whole_vectors<T>(args.value_dim);
   for (int h = 0; h < queries.heads; ++h) {
     const HeadState<T>& head = scratch.head[h];
-    compute_scores(args, keys, scratch.k, head.q, scratch.scores);
+    compute_scores(args, keys, k, head.q, scratch.scores);
     weigh(head, keys, scratch.scores, scratch.keep);
     rescale(scratch.keep, keys.first_query, keys.last_query, columns, head.out,
             dv);
-    if (!finite) {
-      add_visible_to_queries(keys, scratch.scores, scratch.v, dv,
-                             args.value_dim, head.out);
+    if (!plain) {
+      add_visible_to_queries(keys, scratch.scores, v, args.value_dim, head.out,
+                             dv);
       continue;
     }
     multiply<Layout::transposed, Start::add>(
         Product<T>{.a = scratch.scores + keys.first_query,
                    .a_stride = score_stride<T>(),
-                   .b = scratch.v,
-                   .b_stride = dv,
+                   .b = v.data,
+                   .b_stride = v.stride,
                    .c = head.out + keys.first_query * dv,
                    .c_stride = dv,
                    .rows = keys.last_query - keys.first_query,

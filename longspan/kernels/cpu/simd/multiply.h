@@ -19,14 +19,14 @@ struct Product {
   int64_t b_stride;
   T* c;  // [rows, columns]
   int64_t c_stride;
-  int rows, depth, columns;
+  int rows, depth, columns;  // depth 1 or more
 };
 
 enum class Start { zero, add };
 
 /// One tile of C, which lives in registers: for each p in order, a column of A
 /// times a row of B. Every element is one chain of additions over p, however
-/// the tiles lie.
+/// the tiles lie; what C held before is added last.
 template <Layout layout, Start start, int kRows, int kVectors, class T>
 [[gnu::always_inline]] inline void multiply_tile(const T* a, int64_t a_stride,
                                                  const T* b, int64_t b_stride,
@@ -37,13 +37,16 @@ template <Layout layout, Start start, int kRows, int kVectors, class T>
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      sum[i][j] = start == Start::zero ? Vector<T>{}
-                                       : load(c + i * c_stride + j * kLanes<T>);
+      sum[i][j] = Vector<T>{};
+      if (start == Start::add) {
+        __builtin_prefetch(c + i * c_stride + j * kLanes<T>, 1);
+      }
     }
   }
   const int64_t row = layout == Layout::rows ? a_stride : 1;
   const int64_t step = layout == Layout::rows ? 1 : a_stride;
-  for (int p = 0; p < depth; ++p) {
+  // At least once: a way around the loop would move all sums through memory.
+  do {
     Vector<T> from_b[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) from_b[j] = load(b + j * kLanes<T>);
@@ -55,12 +58,13 @@ template <Layout layout, Start start, int kRows, int kVectors, class T>
     }
     a += step;
     b += b_stride;
-  }
+  } while (--depth > 0);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      store(c + i * c_stride + j * kLanes<T>, sum[i][j]);
+      T* at = c + i * c_stride + j * kLanes<T>;
+      store(at, start == Start::zero ? sum[i][j] : load(at) + sum[i][j]);
     }
   }
 }

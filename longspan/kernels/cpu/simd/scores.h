@@ -3,6 +3,7 @@
 #include "longspan/kernels/cpu/attention_blocks.h"
 #include "longspan/kernels/cpu/simd/functions.h"
 #include "longspan/kernels/cpu/simd/multiply.h"
+#include "longspan/kernels/cpu/simd/pack.h"
 
 /// What both directions do with a block of scores. A block lies transposed,
 /// [keys, queries]: a softmax over keys then works on whole vectors of queries,
@@ -46,16 +47,25 @@ struct Visible {
   }
 };
 
-/// scores = scale * k q', soft-capped, -inf where a query does not see a key.
-/// The same bits in both directions: one chain over channels for each pair.
+/// What queries are multiplied with before they meet keys: the scale, as the
+/// soft cap wants it.
 template <class T>
-void compute_scores(const AttentionArgs& args, const KeyBlock& keys, const T* k,
+inline T query_factor(const AttentionArgs& args) {
+  return static_cast<T>(args.softcap == 0 ? args.scale
+                                          : args.scale / args.softcap);
+}
+
+/// scores = k q', soft-capped, -inf where a query does not see a key; q comes
+/// with its factor. The same bits in both directions: one chain over channels
+/// for each pair.
+template <class T>
+void compute_scores(const AttentionArgs& args, const KeyBlock& keys, Rows<T> k,
                     const T* q_transposed, T* scores) {
   const Lanes lanes = lanes_of<T>(keys);
   const int64_t stride = score_stride<T>();
   multiply<Layout::rows, Start::zero>(
-      Product<T>{.a = k,
-                 .a_stride = row_length<T>(args.head_dim),
+      Product<T>{.a = k.data,
+                 .a_stride = k.stride,
                  .b = q_transposed + lanes.begin,
                  .b_stride = stride,
                  .c = scores + lanes.begin,
@@ -63,15 +73,15 @@ void compute_scores(const AttentionArgs& args, const KeyBlock& keys, const T* k,
                  .rows = keys.count,
                  .depth = args.head_dim,
                  .columns = lanes.end - lanes.begin});
-  const T scale = static_cast<T>(args.scale);
   const T cap = static_cast<T>(args.softcap);
   const Vector<T> hidden = all_lanes(-kInfinity<T>);
   for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
     const Visible<T> visible(keys, lane);
+    if (visible.all && cap == 0) continue;
     for (int key = 0; key < keys.count; ++key) {
       T* at = scores + key * stride + lane;
-      Vector<T> s = load(at) * scale;
-      if (cap != 0) s = tanh_of(s / cap) * cap;
+      Vector<T> s = load(at);
+      if (cap != 0) s = tanh_of(s) * cap;
       if (!visible.all) s = visible.sees(key) ? s : hidden;
       store(at, s);
     }
@@ -83,12 +93,12 @@ void compute_scores(const AttentionArgs& args, const KeyBlock& keys, const T* k,
 /// pair's weight of 0 would not keep out.
 template <class T>
 void add_visible_to_queries(const KeyBlock& keys, const T* weights,
-                            const T* rows, int64_t row_stride, int n, T* c) {
+                            Rows<T> rows, int n, T* c, int64_t c_stride) {
   for (int query = keys.first_query; query < keys.last_query; ++query) {
     for (int key = keys.low[query]; key < keys.high[query]; ++key) {
       const T weight = weights[key * score_stride<T>() + query];
       for (int i = 0; i < n; ++i) {
-        c[query * row_stride + i] += weight * rows[key * row_stride + i];
+        c[query * c_stride + i] += weight * rows.data[key * rows.stride + i];
       }
     }
   }
