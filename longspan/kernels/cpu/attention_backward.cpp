@@ -1,4 +1,3 @@
-#include <cstring>
 #include <vector>
 
 #include "longspan/kernels/cpu/attention_jobs.h"
@@ -10,42 +9,39 @@ namespace {
 
 /// How the work is cut. Depends on shapes only, never on threads.
 ///
-/// The queries of a key head are its (query head, query block) pairs; part p
-/// of P takes pairs p, p + P, ..., which evens out causal masks. A part owns
-/// the dq of its pairs. With one part it owns dk and dv as well; with several,
-/// each sums into a buffer of its own, and the buffers are added in order.
-/// Keys are walked in chunks to keep those buffers small.
+/// The queries of a key head are its (query head, query block) pairs; part p of
+/// P takes pairs p, p + P, ... and owns their dq. Keys are cut into slices,
+/// and group g of P has slices g, g + P, ...: any part has about its share of
+/// any group, whatever the mask. In round r part p works with group
+/// (p + r) mod P, so no two parts ever add to the same dk and dv, and each of
+/// them is added to in one order.
 struct Cut {
   int64_t key_heads, query_blocks;
-  int64_t parts;       // for each key head of each row
-  int64_t chunk_keys;  // keys of one round
+  int64_t parts;       // of the queries of each key head of each row
+  int64_t slice_keys;  // whole blocks
 };
 
 constexpr int64_t kWantedJobs = 64;
 constexpr int64_t kPairsWorthAPart = 8;
-constexpr int64_t kBufferBytes = int64_t{64} << 20;
-constexpr int64_t kFewestChunkKeys = 8 * kBlock;
-
-int64_t key_bytes(const AttentionArgs& args) {
-  return (args.head_dim + args.value_dim) * accumulator_bytes(args.type);
-}
+constexpr int64_t kKeysWorthAPart = 4 * kBlock;
+constexpr int64_t kMostSliceKeys = 8 * kBlock;
 
 Cut cut_of(const AttentionArgs& args) {
   Cut cut{.key_heads = key_heads_of(args),
           .query_blocks = query_blocks_of(args),
           .parts = 1,
-          .chunk_keys = args.keys};
+          .slice_keys = args.keys};
   const int64_t owners = args.rows * cut.key_heads;
   if (owners == 0) return cut;
   const int64_t pairs =
       std::min(args.heads, args.heads_per_key_head) * cut.query_blocks;
   const int64_t wanted = (kWantedJobs + owners - 1) / owners;
-  cut.parts = std::clamp<int64_t>(pairs / kPairsWorthAPart, 1, wanted);
+  const int64_t worth =
+      std::min(pairs / kPairsWorthAPart, args.keys / kKeysWorthAPart);
+  cut.parts = std::clamp<int64_t>(worth, 1, wanted);
   if (cut.parts > 1) {
-    const int64_t affordable =
-        kBufferBytes / (owners * cut.parts * key_bytes(args));
-    const int64_t chunk = std::max(kFewestChunkKeys, affordable);
-    cut.chunk_keys = std::min(args.keys, chunk / kBlock * kBlock);
+    const int64_t some = args.keys / (4 * cut.parts) / kBlock * kBlock;
+    cut.slice_keys = std::clamp<int64_t>(some, kBlock, kMostSliceKeys);
   }
   return cut;
 }
@@ -59,22 +55,32 @@ void* place(const TokenArray<void*>& array, const AttentionArgs& args,
          offset * accumulator_bytes(args.type);
 }
 
-/// One part of the queries of one key head, against one chunk of keys.
+/// One part of the queries of one key head, against one group of its keys.
 struct Job {
-  int64_t row, key_head, part;
-  TokenRange keys;
-  KeyGradients gradients;  // of the first key
+  int64_t row, key_head, part, group;
 };
 
+/// Every slice of the job's group that the windows reach, in order.
+template <class Visit>
+void visit_slices(const Cut& cut, const Job& job, TokenRange reach,
+                  const Visit& visit) {
+  const int64_t first = reach.begin / cut.slice_keys;
+  const int64_t behind = (job.group - first) % cut.parts;
+  for (int64_t slice = first + (behind + cut.parts) % cut.parts;
+       slice * cut.slice_keys < reach.end; slice += cut.parts) {
+    visit(intersect(reach, TokenRange{slice * cut.slice_keys,
+                                      (slice + 1) * cut.slice_keys}));
+  }
+}
+
 /// Query blocks outside, key blocks inside: packing and transposing queries
-/// and their upstream gradients is the dear part and happens once a block,
-/// keys are used as they lie, and dq stays in the cache.
+/// and their upstream gradients happens once a block, keys are used as they
+/// lie, and dq stays in the cache.
 void run_job(const BackwardSteps& steps, const AttentionBackwardArgs& args,
              const LineIndex& lines, const Cut& cut, const Job& job,
              void* scratch) {
   const TokenRange heads = heads_of(args, job.key_head);
   const int64_t pairs = heads.size() * cut.query_blocks;
-  const int64_t bytes = accumulator_bytes(args.type);
   for (int64_t pair = job.part; pair < pairs; pair += cut.parts) {
     const int64_t block = pair % cut.query_blocks;
     const QueryBlock queries{
@@ -88,84 +94,25 @@ void run_job(const BackwardSteps& steps, const AttentionBackwardArgs& args,
     KeyBlock keys;
     for (const Windows& windows :
          lines.windows_of(queries.row, queries.first, queries.count)) {
-      for (int64_t key = job.keys.begin;
-           next_key_block(windows, key, job.keys.end, keys);
-           key = keys.first + keys.count) {
-        if (!started) steps.start(args, queries, scratch);
-        started = true;
-        KeyGradients gradients = job.gradients;
-        const int64_t place = (keys.first - job.keys.begin) * bytes;
-        gradients.dk =
-            static_cast<std::byte*>(gradients.dk) + place * gradients.dk_stride;
-        gradients.dv =
-            static_cast<std::byte*>(gradients.dv) + place * gradients.dv_stride;
-        steps.add_keys(args, queries, keys, gradients, scratch);
-      }
+      visit_slices(cut, job, reach_of(windows), [&](TokenRange slice) {
+        for (int64_t key = slice.begin;
+             next_key_block(windows, key, slice.end, keys);
+             key = keys.first + keys.count) {
+          if (!started) steps.start(args, queries, scratch);
+          started = true;
+          steps.add_keys(
+              args, queries, keys,
+              {.dk = place(args.dk, args, job.row, keys.first, job.key_head),
+               .dv = place(args.dv, args, job.row, keys.first, job.key_head),
+               .dk_stride = args.dk.token_stride,
+               .dv_stride = args.dv.token_stride},
+              scratch);
+        }
+      });
     }
     if (started) steps.finish(args, queries, scratch);
   }
 }
-
-template <class T>
-void add_to(void* target, const std::byte* source, int64_t count) {
-  T* to = static_cast<T*>(target);
-  const T* from = reinterpret_cast<const T*>(source);
-  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
-}
-
-void add_to(ElementType type, void* target, const std::byte* source,
-            int64_t count) {
-  if (type == ElementType::float64) {
-    add_to<double>(target, source, count);
-  } else {
-    add_to<float>(target, source, count);
-  }
-}
-
-/// Buffers of the jobs of one round: for each, dk then dv of its chunk.
-class PartSums {
- public:
-  PartSums(const AttentionArgs& args, const Cut& cut)
-      : args_(args),
-        cut_(cut),
-        job_bytes_(cut.chunk_keys * key_bytes(args)),
-        memory_(args.rows * cut.key_heads * cut.parts * job_bytes_) {}
-
-  /// Zeroed, for one job.
-  KeyGradients clear(int64_t job) const {
-    std::memset(dk(job), 0, static_cast<std::size_t>(job_bytes_));
-    return {.dk = dk(job),
-            .dv = dv(job),
-            .dk_stride = args_.head_dim,
-            .dv_stride = args_.value_dim};
-  }
-
-  /// Adds the parts of one key of one owner, in order.
-  void add_key(const AttentionBackwardArgs& args, int64_t owner, int64_t first,
-               int64_t key) const {
-    const int64_t row = owner / cut_.key_heads, head = owner % cut_.key_heads;
-    const int64_t bytes = accumulator_bytes(args.type);
-    for (int64_t part = 0; part < cut_.parts; ++part) {
-      const int64_t job = owner * cut_.parts + part;
-      add_to(args.type, place(args.dk, args, row, first + key, head),
-             dk(job) + key * args.head_dim * bytes, args.head_dim);
-      add_to(args.type, place(args.dv, args, row, first + key, head),
-             dv(job) + key * args.value_dim * bytes, args.value_dim);
-    }
-  }
-
- private:
-  std::byte* dk(int64_t job) const { return memory_.data() + job * job_bytes_; }
-  std::byte* dv(int64_t job) const {
-    return dk(job) +
-           cut_.chunk_keys * args_.head_dim * accumulator_bytes(args_.type);
-  }
-
-  const AttentionArgs& args_;
-  const Cut& cut_;
-  int64_t job_bytes_;
-  AlignedBytes memory_;
-};
 
 }  // namespace
 
@@ -175,43 +122,18 @@ void run_backward(const AttentionSteps& all, const AttentionBackwardArgs& args,
   const BackwardSteps& steps = all.backward[static_cast<int>(args.type)];
   const LineIndex lines(args.lines);
   const Cut cut = cut_of(args);
-  const int64_t owners = args.rows * cut.key_heads;
-  const int64_t jobs = owners * cut.parts;
-  if (jobs == 0) return;
-
-  const auto run = [&](TokenRange keys, const auto& gradients_of) {
+  const int64_t jobs = args.rows * cut.key_heads * cut.parts;
+  for (int64_t round = 0; round < cut.parts; ++round) {
     parallel_for(jobs, 1, [&](int64_t begin, int64_t end) {
       const AlignedBytes scratch(steps.scratch_bytes(args));
       for (int64_t job = begin; job < end; ++job) {
-        const int64_t owner = job / cut.parts;
+        const int64_t owner = job / cut.parts, part = job % cut.parts;
         run_job(steps, args, lines, cut,
                 {.row = owner / cut.key_heads,
                  .key_head = owner % cut.key_heads,
-                 .part = job % cut.parts,
-                 .keys = keys,
-                 .gradients = gradients_of(job)},
+                 .part = part,
+                 .group = (part + round) % cut.parts},
                 scratch.data());
-      }
-    });
-  };
-
-  if (cut.parts == 1) {
-    run({0, args.keys}, [&](int64_t job) {
-      const int64_t row = job / cut.key_heads, head = job % cut.key_heads;
-      return KeyGradients{.dk = place(args.dk, args, row, 0, head),
-                          .dv = place(args.dv, args, row, 0, head),
-                          .dk_stride = args.dk.token_stride,
-                          .dv_stride = args.dv.token_stride};
-    });
-    return;
-  }
-  const PartSums sums(args, cut);
-  for (int64_t first = 0; first < args.keys; first += cut.chunk_keys) {
-    const TokenRange keys{first, std::min(args.keys, first + cut.chunk_keys)};
-    run(keys, [&](int64_t job) { return sums.clear(job); });
-    parallel_for(owners * keys.size(), kBlock, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        sums.add_key(args, i / keys.size(), first, i % keys.size());
       }
     });
   }
