@@ -118,8 +118,9 @@ void differentiate(const AttentionArgs& args, const KeyBlock& keys,
 
 /// target[key] += sum over queries of weights[key, query] * rows[query].
 template <class T>
-void add_to_keys(const KeyBlock& keys, const T* weights, const T* rows, int n,
-                 bool plain, T* product, T* target, int64_t target_stride) {
+void add_to_keys(const KeyBlock& keys, const Depth* depths, const T* weights,
+                 const T* rows, int n, bool plain, T* product, T* target,
+                 int64_t target_stride) {
   const int64_t stride = row_length<T>(n);
   Product<T> m{.a = weights + keys.first_query,
                .a_stride = score_stride<T>(),
@@ -129,7 +130,8 @@ void add_to_keys(const KeyBlock& keys, const T* weights, const T* rows, int n,
                .c_stride = target_stride,
                .rows = keys.count,
                .depth = keys.last_query - keys.first_query,
-               .columns = whole_vectors<T>(n)};
+               .columns = whole_vectors<T>(n),
+               .depths = depths};
   if (plain && n == m.columns) return multiply<Layout::rows, Start::add>(m);
   m.c = product;
   m.c_stride = stride;
@@ -175,32 +177,24 @@ void backward_add_keys(const AttentionBackwardArgs& args,
       args.v.token_stride, keys.count, args.value_dim, scratch.v);
 
   compute_scores(args, keys, k, scratch.q_t, scratch.weights);
-  const Lanes lanes = lanes_of<T>(keys);
-  multiply<Layout::rows, Start::zero>(
-      Product<T>{.a = v.data,
-                 .a_stride = v.stride,
-                 .b = scratch.dout_t + lanes.begin,
-                 .b_stride = score_stride<T>(),
-                 .c = scratch.changes + lanes.begin,
-                 .c_stride = score_stride<T>(),
-                 .rows = keys.count,
-                 .depth = args.value_dim,
-                 .columns = lanes.end - lanes.begin});
+  multiply_visible(keys, v, args.value_dim, scratch.dout_t, scratch.changes);
   differentiate(args, keys, scratch);
 
   // Where nothing is hidden, infinities and NaNs are everybody's to see.
   const bool plain = !keys.hides || facts.finite;
-  add_to_keys(keys, scratch.weights, scratch.dout, args.value_dim, plain,
-              scratch.product, static_cast<T*>(gradients.dv),
-              gradients.dv_stride);
-  add_to_keys(keys, scratch.changes, scratch.q, args.head_dim, plain,
-              scratch.product, static_cast<T*>(gradients.dk),
+  const TileDepths depths = TileDepths::of_keys(keys);
+  add_to_keys(keys, depths.data(), scratch.weights, scratch.dout,
+              args.value_dim, plain, scratch.product,
+              static_cast<T*>(gradients.dv), gradients.dv_stride);
+  add_to_keys(keys, depths.data(), scratch.changes, scratch.q, args.head_dim,
+              plain, scratch.product, static_cast<T*>(gradients.dk),
               gradients.dk_stride);
   if (keys.hides && !all_finite(k, keys.count, args.head_dim)) {
     add_visible_to_queries(keys, scratch.changes, k, args.head_dim, scratch.dq,
                            d);
     return;
   }
+  const TileDepths query_tiles = TileDepths::of_queries(keys);
   multiply<Layout::transposed, Start::add>(
       Product<T>{.a = scratch.changes + keys.first_query,
                  .a_stride = score_stride<T>(),
@@ -210,7 +204,8 @@ void backward_add_keys(const AttentionBackwardArgs& args,
                  .c_stride = d,
                  .rows = keys.last_query - keys.first_query,
                  .depth = keys.count,
-                 .columns = whole_vectors<T>(args.head_dim)});
+                 .columns = whole_vectors<T>(args.head_dim),
+                 .depths = query_tiles.data()});
 }
 
 template <class Element>

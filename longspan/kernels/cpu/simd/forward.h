@@ -118,6 +118,7 @@ void forward_add_keys(const AttentionForwardArgs& args,
   // Where nothing is hidden, infinities and NaNs are everybody's to see.
   const bool plain = !keys.hides || all_finite(v, keys.count, args.value_dim);
   const int columns = whole_vectors<T>(args.value_dim);
+  const TileDepths depths = TileDepths::of_queries(keys);
   for (int h = 0; h < queries.heads; ++h) {
     const HeadState<T>& head = scratch.head[h];
     compute_scores(args, keys, k, head.q, scratch.scores);
@@ -138,7 +139,8 @@ void forward_add_keys(const AttentionForwardArgs& args,
                    .c_stride = dv,
                    .rows = keys.last_query - keys.first_query,
                    .depth = keys.count,
-                   .columns = columns});
+                   .columns = columns,
+                   .depths = depths.data()});
   }
 }
 

@@ -10,6 +10,11 @@ namespace {
 /// i + p * stride.
 enum class Layout { rows, transposed };
 
+/// Part of a product's depth.
+struct Depth {
+  int begin, end;
+};
+
 /// Matrices of a product. Rows of B and C hold whole vectors.
 template <class T>
 struct Product {
@@ -20,6 +25,9 @@ struct Product {
   T* c;  // [rows, columns]
   int64_t c_stride;
   int rows, depth, columns;  // depth 1 or more
+  /// Where the rows of each tile are not 0; all of the depth where this is
+  /// null.
+  const Depth* depths = nullptr;
 };
 
 enum class Start { zero, add };
@@ -78,10 +86,14 @@ void multiply_rows(const Product<T>& m, int row, int column) {
       return;
     }
   }
-  const int64_t in_a = layout == Layout::rows ? row * m.a_stride : row;
+  const Depth depth =
+      m.depths == nullptr ? Depth{0, m.depth} : m.depths[row / kTileRows];
+  const int64_t in_a = layout == Layout::rows ? row * m.a_stride + depth.begin
+                                              : row + depth.begin * m.a_stride;
   multiply_tile<layout, start, kRows, kVectors>(
-      m.a + in_a, m.a_stride, m.b + column, m.b_stride,
-      m.c + row * m.c_stride + column, m.c_stride, m.depth);
+      m.a + in_a, m.a_stride, m.b + depth.begin * m.b_stride + column,
+      m.b_stride, m.c + row * m.c_stride + column, m.c_stride,
+      depth.end - depth.begin);
 }
 
 /// Columns from `column` on, as many as a tile has or as are left: this panel

@@ -47,6 +47,85 @@ struct Visible {
   }
 };
 
+/// rows[key] * columns[query] for all visible pairs, laid out as scores are.
+/// Others have any value, where a whole vector of queries hides a key.
+template <class T>
+void multiply_visible(const KeyBlock& keys, Rows<T> rows, int depth,
+                      const T* columns, T* c) {
+  const int64_t stride = score_stride<T>();
+  const auto multiply_part = [&](Lanes lanes, int first_key, int last_key) {
+    multiply<Layout::rows, Start::zero>(
+        Product<T>{.a = rows.data + first_key * rows.stride,
+                   .a_stride = rows.stride,
+                   .b = columns + lanes.begin,
+                   .b_stride = stride,
+                   .c = c + first_key * stride + lanes.begin,
+                   .c_stride = stride,
+                   .rows = last_key - first_key,
+                   .depth = depth,
+                   .columns = lanes.end - lanes.begin});
+  };
+  const Lanes lanes = lanes_of<T>(keys);
+  if (!keys.hides) return multiply_part(lanes, 0, keys.count);
+  for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
+    int first = keys.count, last = 0;
+    for (int query = lane; query < lane + kLanes<T>; ++query) {
+      if (keys.low[query] >= keys.high[query]) continue;
+      first = keys.low[query] < first ? keys.low[query] : first;
+      last = keys.high[query] > last ? keys.high[query] : last;
+    }
+    if (first < last) multiply_part({lane, lane + kLanes<T>}, first, last);
+  }
+}
+
+/// How deep the tiles of a product are whose A is a block of weights.
+class TileDepths {
+ public:
+  /// Rows are queries: the keys that somebody of a tile sees.
+  static TileDepths of_queries(const KeyBlock& keys) {
+    TileDepths depths(keys.hides);
+    if (!keys.hides) return depths;
+    for (int i = 0; i < keys.last_query - keys.first_query; ++i) {
+      const int query = keys.first_query + i;
+      depths.cover(i, keys.low[query], keys.high[query]);
+    }
+    return depths;
+  }
+
+  /// Rows are keys: the queries, from first_query on, that see some of a tile.
+  static TileDepths of_keys(const KeyBlock& keys) {
+    TileDepths depths(keys.hides);
+    if (!keys.hides) return depths;
+    for (int i = 0; i < keys.last_query - keys.first_query; ++i) {
+      const int query = keys.first_query + i;
+      for (int key = keys.low[query]; key < keys.high[query];
+           key = (key / kTileRows + 1) * kTileRows) {
+        depths.cover(key, i, i + 1);
+      }
+    }
+    return depths;
+  }
+
+  /// For a Product; null where nothing is hidden.
+  const Depth* data() const { return hides_ ? of_ : nullptr; }
+
+ private:
+  explicit TileDepths(bool hides) : hides_(hides) {
+    for (Depth& depth : of_) depth = {0, 0};
+  }
+
+  void cover(int row, int begin, int end) {
+    if (begin >= end) return;
+    Depth& depth = of_[row / kTileRows];
+    const bool first = depth.end == 0;
+    depth.begin = first || begin < depth.begin ? begin : depth.begin;
+    depth.end = end > depth.end ? end : depth.end;
+  }
+
+  bool hides_;
+  Depth of_[kBlock / kTileRows + 1];
+};
+
 /// What queries are multiplied with before they meet keys: the scale, as the
 /// soft cap wants it.
 template <class T>
@@ -63,16 +142,7 @@ void compute_scores(const AttentionArgs& args, const KeyBlock& keys, Rows<T> k,
                     const T* q_transposed, T* scores) {
   const Lanes lanes = lanes_of<T>(keys);
   const int64_t stride = score_stride<T>();
-  multiply<Layout::rows, Start::zero>(
-      Product<T>{.a = k.data,
-                 .a_stride = k.stride,
-                 .b = q_transposed + lanes.begin,
-                 .b_stride = stride,
-                 .c = scores + lanes.begin,
-                 .c_stride = stride,
-                 .rows = keys.count,
-                 .depth = args.head_dim,
-                 .columns = lanes.end - lanes.begin});
+  multiply_visible(keys, k, args.head_dim, q_transposed, scores);
   const T cap = static_cast<T>(args.softcap);
   const Vector<T> hidden = all_lanes(-kInfinity<T>);
   for (int lane = lanes.begin; lane < lanes.end; lane += kLanes<T>) {
