@@ -1,7 +1,6 @@
 #include "longspan/ops/move_tokens.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -12,6 +11,7 @@
 #include "longspan/core/check.h"
 #include "longspan/kernels/cpu/move_runs.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/threads.h"
 
 namespace longspan {
 
@@ -139,9 +139,7 @@ at::Tensor move_cpu(const at::Tensor& source_in, int64_t axis,
        .runs = checked.view(),
        .fill = {static_cast<const std::byte*>(element.const_data_ptr()),
                 static_cast<std::size_t>(element_bytes)}},
-      [](int64_t items, int64_t grain, const auto& body) {
-        at::parallel_for(0, items, grain, body);
-      });
+      torch_threads());
   return target;
 }
 

@@ -9,6 +9,7 @@
 #include "longspan/kernels/cuda/merge_partials.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/cuda_stream.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
@@ -31,34 +32,15 @@ void check_alike(const PartialAttention& a, const PartialAttention& b) {
         describe(a.out), "; expected one entry for each row of channels");
 }
 
-/// [rows, tokens, heads] of a tensor with channels, or without.
-template <class Pointer>
-TokenArray<Pointer> array_of(const at::Tensor& tensor) {
-  return {static_cast<Pointer>(tensor.data_ptr()), tensor.stride(0),
-          tensor.stride(1), tensor.stride(2)};
-}
-
-std::optional<ElementType> part_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return ElementType::float32;
-    case at::kBFloat16:
-      return ElementType::bfloat16;
-    case at::kHalf:
-      return ElementType::float16;
-    default:
-      return std::nullopt;
-  }
-}
-
 /// By the kernel that does it in one go, where it can.
 bool merged_on_device(PartialAttention& running, const PartialAttention& part) {
-  const auto type = part_type(part.out.scalar_type());
+  const auto type = element_type(part.out.scalar_type());
   const auto channels_lie_together = [](const at::Tensor& out) {
     return out.size(3) <= 1 || out.stride(3) == 1;
   };
   const c10::OptionalDeviceGuard guard(running.out.device());
   if (!running.out.is_cuda() || running.out.dim() != 4 || !type ||
+      *type == ElementType::float64 ||
       running.out.scalar_type() != at::kFloat ||
       running.lse.scalar_type() != at::kFloat ||
       part.lse.scalar_type() != at::kFloat ||

@@ -204,7 +204,7 @@ TEST(MoveRunsAlone, AsksForPartsThatAreWorthAThread) {
              .fill = std::span(source).first(1)},
             [](int64_t items, int64_t grain, const auto& body) {
               EXPECT_EQ(items, 8);
-              EXPECT_EQ(grain * 1024, 1 << 18);
+              EXPECT_EQ(grain * 1024, 1 << 20);
               body(0, items);
             });
   EXPECT_EQ(source, target);

@@ -55,9 +55,9 @@ void move_part(const MoveRunsArgs& args, const std::byte* source,
 
 void move_runs(const MoveRunsArgs& args, const ParallelFor& parallel_for) {
   if (args.token_bytes == 0 || args.target_tokens == 0) return;
-  // A thread is worth its start for about a quarter of a megabyte.
+  // A thread starts in the time that a megabyte takes within the caches.
   const int64_t grain =
-      std::max<int64_t>(1, (int64_t{1} << 18) / args.token_bytes);
+      std::max<int64_t>(1, (int64_t{1} << 20) / args.token_bytes);
   parallel_for(
       args.slices * args.target_tokens, grain, [&](int64_t begin, int64_t end) {
         while (begin < end) {

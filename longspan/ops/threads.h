@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/kernels/parallel.h"
+
+namespace longspan {
+
+/// Threads for kernels on the CPU, as many as torch would use and `most` at
+/// most; one inside a parallel region of torch. Not at::parallel_for, which
+/// runs on one thread in code that was compiled without OpenMP, nor OpenMP
+/// itself, whose runtime torch brings in a copy of its own.
+///
+/// Threads start with the call and end with it: that costs some 20
+/// microseconds for each, and in return there is nothing to keep alive over
+/// fork, at exit, or between the ranks of a process.
+ParallelFor torch_threads(int64_t most = INT64_MAX);
+
+}  // namespace longspan

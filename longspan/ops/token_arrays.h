@@ -1,0 +1,35 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <type_traits>
+
+#include "longspan/core/check.h"
+#include "longspan/kernels/attention.h"
+#include "longspan/ops/checks.h"
+
+namespace longspan {
+
+/// What kernels call a dtype; nothing where they have no such elements.
+std::optional<ElementType> element_type(at::ScalarType dtype);
+
+/// A tensor [rows, tokens, heads] or [rows, tokens, heads, channels] as kernels
+/// take it. It must outlive the array.
+template <class Pointer>
+TokenArray<Pointer> array_of(const at::Tensor& tensor) {
+  promise(tensor.dim() == 3 || tensor.size(3) <= 1 || tensor.stride(3) == 1,
+          "array_of: the channels of ", describe(tensor),
+          " are not contiguous");
+  const auto array = [&](auto* data) {
+    return TokenArray<Pointer>{static_cast<Pointer>(data), tensor.stride(0),
+                               tensor.stride(1), tensor.stride(2)};
+  };
+  if constexpr (std::is_const_v<std::remove_pointer_t<Pointer>>) {
+    return array(tensor.const_data_ptr());
+  } else {
+    return array(tensor.mutable_data_ptr());
+  }
+}
+
+}  // namespace longspan
