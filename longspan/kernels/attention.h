@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "longspan/core/key_lines.h"
@@ -74,7 +75,29 @@ struct AttentionKernels {
                    const ParallelFor& parallel_for);
 };
 
-/// Those that this CPU can run, the best last; "portable" is always first.
+/// A level of instructions that this build has kernels for.
+struct KernelLevel {
+  std::string_view name;
+  std::string why_not;  ///< it cannot run here, or nothing
+};
+
+/// All of them, the best last; "portable" is always first and always runs.
+std::span<const KernelLevel> kernel_levels();
+
+/// Those that this CPU can run, in the same order.
 std::span<const AttentionKernels> attention_kernels();
+
+/// The one of a name. Throws where this CPU cannot run it or nothing has that
+/// name; `asker` speaks.
+const AttentionKernels& attention_kernels_named(std::string_view name,
+                                                std::string_view asker);
+
+/// What attention on the CPU runs: the level that the environment variable
+/// LONGSPAN_CPU_KERNEL names, which is read once, or the best. Throws as above.
+const AttentionKernels& chosen_attention_kernels();
+
+/// Its name and why none better: "avx512", "avx2, not avx512: this CPU has no
+/// AVX-512", "portable, not avx512: LONGSPAN_CPU_KERNEL asks for portable".
+std::string describe_chosen_kernels();
 
 }  // namespace longspan

@@ -58,7 +58,7 @@ std::vector<FusedSegment> segments_of(std::span<const KeyLines> lines) {
 }  // namespace
 
 std::string which_kernel(const AttentionInputs& inputs) {
-  if (inputs.q.is_cpu()) return std::string(attention_kernels().back().name);
+  if (inputs.q.is_cpu()) return describe_chosen_kernels();
   const auto reason = why_not_flash(inputs);
   return reason ? "blocked, not flash: " + *reason : "flash";
 }
@@ -75,7 +75,7 @@ void attend_tiles(const AttentionInputs& inputs,
   fill(args, inputs, lines);
   args.out = array_of<void*>(running.out);
   args.lse = array_of<void*>(running.lse);
-  attention_kernels().back().forward(args, threads_for(inputs, lines));
+  chosen_attention_kernels().forward(args, threads_for(inputs, lines));
 }
 
 void attend_tiles_backward(const AttentionInputs& inputs,
@@ -96,7 +96,7 @@ void attend_tiles_backward(const AttentionInputs& inputs,
   args.dq = array_of<void*>(gradients.dq);
   args.dk = array_of<void*>(gradients.dk);
   args.dv = array_of<void*>(gradients.dv);
-  attention_kernels().back().backward(args, threads_for(inputs, lines));
+  chosen_attention_kernels().backward(args, threads_for(inputs, lines));
 }
 
 }  // namespace longspan

@@ -36,8 +36,8 @@ void attend_tiles_backward(const AttentionInputs& inputs,
                            std::span<const KeyLines> lines,
                            AttentionGradients& gradients);
 
-/// What computes such a call: on CUDA "flash", or "blocked" and why torch's
-/// flash kernel does not cover it; on the CPU the kernel's name.
+/// What computes such a call, and why nothing better does: on CUDA "flash" or
+/// "blocked, not flash: it has no softcap"; on the CPU the kernel's name.
 std::string which_kernel(const AttentionInputs& inputs);
 
 /// The same from torch operators, block by block, on any device: what runs

@@ -1,6 +1,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "longspan/attention/attend.h"
+#include "longspan/core/check.h"
+#include "longspan/kernels/attention.h"
 #include "longspan/ops/partial_attention.h"
 #include "python/bindings/bindings.h"
 
@@ -15,6 +17,19 @@ void bind_attention(py::module_& m) {
         return layout_tensor(AttentionLayout::of(ownership, std::move(masks)));
       },
       py::arg("ownership"), py::arg("masks"));
+  py::class_<KernelLevel>(m, "KernelLevel")
+      .def_property_readonly(
+          "name",
+          [](const KernelLevel& level) { return std::string(level.name); })
+      .def_readonly("why_not", &KernelLevel::why_not)
+      .def("__repr__", [](const KernelLevel& level) {
+        return level.why_not.empty()
+                   ? std::string(level.name)
+                   : join(level.name, ", not here: ", level.why_not);
+      });
+  m.def("kernel_levels", [] {
+    return std::vector(kernel_levels().begin(), kernel_levels().end());
+  });
   m.def(
       "which_kernel",
       [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

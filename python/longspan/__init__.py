@@ -30,7 +30,15 @@ from longspan._C import (
     work_of,
     work_per_rank,
 )
-from longspan.attention import STRATEGIES, attend, attention_layout, merge, plan, which_kernel
+from longspan.attention import (
+    STRATEGIES,
+    attend,
+    attention_layout,
+    kernel_levels,
+    merge,
+    plan,
+    which_kernel,
+)
 from longspan.batch import LocalBatch, pack, pad, shard, shard_chunks, unshard
 from longspan.clipping import clip_grad_norm
 from longspan.collectives import (
@@ -82,6 +90,7 @@ __all__ = [
     "draw_plan",
     "exchange_needed",
     "explain",
+    "kernel_levels",
     "key_windows",
     "leak_probe",
     "merge",

@@ -120,6 +120,13 @@ def which_kernel(
     return _C.which_kernel(q, k, v, 0.0 if softcap is None else softcap)
 
 
+def kernel_levels() -> list[_C.KernelLevel]:
+    """The levels of kernels for the CPU, the best last. Each has a name and, where
+    this CPU cannot run it, the reason in `why_not`. The environment variable
+    LONGSPAN_CPU_KERNEL names the one to use; it is read once."""
+    return _C.kernel_levels()
+
+
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,15 +87,6 @@ TEST_P(Attention, OverHalvesOfTheKeysMergesToTheWhole) {
   }
 }
 
-TEST(AttentionKernelList, StartsWithPortableAndNamesAll) {
-  const auto kernels = attention_kernels();
-  ASSERT_FALSE(kernels.empty());
-  EXPECT_EQ(kernels.front().name, "portable");
-  for (std::size_t i = 1; i < kernels.size(); ++i) {
-    EXPECT_NE(kernels[i].name, kernels[i - 1].name);
-  }
-}
-
 /// `threads` real ones, each with one run of items.
 ParallelFor on_threads(int64_t threads) {
   return [=](int64_t items, int64_t /*grain*/, const auto& body) {

@@ -1,0 +1,73 @@
+"""Which kernels there are on the CPU, and how the environment chooses one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import longspan
+
+SCRIPT = """
+import torch, longspan
+q = torch.randn(1, 2, 9, 8)
+print(longspan.which_kernel(q, q, q))
+print(longspan.attend(q, q, q).isfinite().all().item())
+"""
+RUNNABLE = [level.name for level in longspan.kernel_levels() if not level.why_not]
+ABSENT = [level for level in longspan.kernel_levels() if level.why_not]
+
+
+def run(kernel: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "LONGSPAN_CPU_KERNEL"}
+    if kernel is not None:
+        environment["LONGSPAN_CPU_KERNEL"] = kernel
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True
+    )
+
+
+def test_levels_say_whether_they_run() -> None:
+    assert RUNNABLE[0] == "portable"
+    for level in longspan.kernel_levels():
+        assert repr(level) == (
+            f"{level.name}, not here: {level.why_not}" if level.why_not else level.name
+        )
+
+
+@pytest.mark.parametrize("unset", [None, ""])
+def test_the_best_runs_where_nothing_is_asked(unset: str | None) -> None:
+    kernel, finite = run(unset).stdout.splitlines()
+    assert finite == "True"
+    expected = RUNNABLE[-1]
+    if longspan.kernel_levels()[-1].why_not:
+        last = longspan.kernel_levels()[-1]
+        expected += f", not {last.name}: {last.why_not}"
+    assert kernel == expected
+
+
+@pytest.mark.parametrize("name", RUNNABLE[:-1])
+def test_the_kernel_that_is_asked_for_runs(name: str) -> None:
+    kernel, finite = run(name).stdout.splitlines()
+    assert kernel == f"{name}, not {RUNNABLE[-1]}: LONGSPAN_CPU_KERNEL asks for {name}"
+    assert finite == "True"
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    result = run("avx1024")
+    assert result.returncode != 0
+    can = ", ".join(RUNNABLE)
+    assert (
+        f"LONGSPAN_CPU_KERNEL: `avx1024`, but no kernel has that name; this CPU can run {can}"
+        in result.stderr
+    )
+
+
+@pytest.mark.skipif(not ABSENT, reason="this CPU can run all kernels")
+def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    for level in ABSENT:
+        result = run(level.name)
+        assert result.returncode != 0
+        assert f"`{level.name}`, but {level.why_not}; this CPU can run" in result.stderr
