@@ -45,7 +45,7 @@ std::vector<std::string> build_options() {
   return options;
 }
 
-/// Levels of the CPU's attention that run here, the one that is used last.
+/// Levels of the CPU's attention that run here, the best last.
 std::vector<std::string> attention_levels() {
   std::vector<std::string> names;
   for (const AttentionKernels& kernels : attention_kernels()) {
@@ -54,8 +54,18 @@ std::vector<std::string> attention_levels() {
   return names;
 }
 
+/// The others, and why not.
+std::vector<std::string> absent_levels() {
+  std::vector<std::string> lines;
+  for (const KernelLevel& level : kernel_levels()) {
+    if (!level.why_not.empty()) {
+      lines.push_back(join(level.name, ": ", level.why_not));
+    }
+  }
+  return lines;
+}
+
 std::vector<Fact> facts() {
-  const std::vector<std::string> levels = attention_levels();
   return {
       {"version", LONGSPAN_VERSION},
       {"compiler", compiler()},
@@ -63,8 +73,9 @@ std::vector<Fact> facts() {
       {"build", build_options()},
       {"cuda_kernels", LONGSPAN_BUILT_WITH_CUDA != 0},
       {"instruction_sets", instruction_sets()},
-      {"attention_levels", levels},
-      {"attention_level", levels.back()},
+      {"attention_levels", attention_levels()},
+      {"absent_levels", absent_levels()},
+      {"attention_level", chosen_attention_kernels().name},
   };
 }
 
@@ -74,9 +85,11 @@ std::string shown(const nlohmann::ordered_json& value) {
   if (!value.is_array()) return value.dump();
   std::string words;
   for (const auto& entry : value) {
-    words += (words.empty() ? "" : " ") + shown(entry);
+    const std::string word = shown(entry);
+    const bool sentences = word.find(' ') != std::string::npos;
+    words += (words.empty() ? "" : sentences ? "; " : " ") + word;
   }
-  return words.empty() ? "none known" : words;
+  return words.empty() ? "none" : words;
 }
 
 void run_info(bool json) {

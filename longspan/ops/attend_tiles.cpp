@@ -58,7 +58,9 @@ std::vector<FusedSegment> segments_of(std::span<const KeyLines> lines) {
 }  // namespace
 
 std::string which_kernel(const AttentionInputs& inputs) {
-  if (inputs.q.is_cpu()) return describe_chosen_kernels();
+  if (inputs.q.is_cpu())
+    return describe_chosen_kernels(
+        element_type(inputs.q.scalar_type()).value_or(ElementType::float32));
   const auto reason = why_not_flash(inputs);
   return reason ? "blocked, not flash: " + *reason : "flash";
 }

@@ -63,8 +63,14 @@ TEST(KernelLevels, WithoutAWishTheBestIsChosen) {
     GTEST_SKIP() << "LONGSPAN_CPU_KERNEL is set";
   }
   EXPECT_EQ(chosen_attention_kernels().name, attention_kernels().back().name);
-  EXPECT_THAT(describe_chosen_kernels(),
+  EXPECT_THAT(describe_chosen_kernels(ElementType::bfloat16),
               StartsWith(std::string(attention_kernels().back().name)));
+}
+
+TEST(KernelLevels, SayWhoseCodeRuns) {
+  const std::string said = describe_chosen_kernels(ElementType::float32);
+  EXPECT_THAT(said, ::testing::Not(HasSubstr("bf16")));
+  EXPECT_THAT(said, ::testing::Not(HasSubstr("amx")));
 }
 
 }  // namespace

@@ -669,6 +669,8 @@ def test_info_names_the_level_that_is_used():
     facts = json.loads(answer("info", "--json"))
     assert facts["attention_levels"][0] == "portable"
     assert facts["attention_levels"][-1] == facts["attention_level"]
+    names = [line.split(":")[0] for line in facts["absent_levels"]]
+    assert not set(names) & set(facts["attention_levels"])
 
 
 def test_info_from_python_adds_torch():

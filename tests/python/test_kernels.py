@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import longspan
 
 SCRIPT = """
 import torch, longspan
-q = torch.randn(1, 2, 9, 8)
+q = torch.randn(1, 2, 9, 8, dtype=torch.bfloat16)
 print(longspan.which_kernel(q, q, q))
 print(longspan.attend(q, q, q).isfinite().all().item())
 """
@@ -53,6 +54,12 @@ def test_the_kernel_that_is_asked_for_runs(name: str) -> None:
     kernel, finite = run(name).stdout.splitlines()
     assert kernel == f"{name}, not {RUNNABLE[-1]}: LONGSPAN_CPU_KERNEL asks for {name}"
     assert finite == "True"
+
+
+def test_other_types_run_other_code() -> None:
+    """Levels that only multiply bfloat16 leave the rest to the code below them."""
+    q = torch.randn(1, 2, 9, 8)
+    assert not longspan.which_kernel(q, q, q).startswith(("amx", "avx512_bf16"))
 
 
 def test_an_unknown_kernel_is_refused() -> None:

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <vector>
@@ -55,6 +56,12 @@ AttentionKernels bf16_kernels_named(std::string_view name) {
   };
 }
 #endif
+
+/// Whose code a level runs for elements of a type.
+std::string_view code_of(std::string_view level, ElementType type) {
+  const bool bf16_only = level == "avx512_bf16" || level == "amx";
+  return bf16_only && type != ElementType::bfloat16 ? "avx512" : level;
+}
 
 std::string nothing() {
   return "";
@@ -176,16 +183,20 @@ const AttentionKernels& chosen_attention_kernels() {
   return chosen;
 }
 
-std::string describe_chosen_kernels() {
-  const std::string_view name = chosen_attention_kernels().name;
-  const std::string_view best = attention_kernels().back().name;
+std::string describe_chosen_kernels(ElementType type) {
+  const AttentionKernels& chosen = chosen_attention_kernels();
+  const std::string_view name = code_of(chosen.name, type);
+  const std::string_view best = code_of(attention_kernels().back().name, type);
   if (name != best) {
-    return join(name, ", not ", best, ": LONGSPAN_CPU_KERNEL asks for ", name);
+    return join(name, ", not ", best, ": LONGSPAN_CPU_KERNEL asks for ",
+                chosen.name);
   }
-  const KernelLevel& top = kernel_levels().back();
-  return top.why_not.empty()
+  const std::string_view top = code_of(kernel_levels().back().name, type);
+  const auto level =
+      std::ranges::find(kernel_levels(), top, &KernelLevel::name);
+  return level->why_not.empty()
              ? std::string(name)
-             : join(name, ", not ", top.name, ": ", top.why_not);
+             : join(name, ", not ", top, ": ", level->why_not);
 }
 
 }  // namespace longspan
