@@ -98,9 +98,13 @@ inline Floats larger(Floats a, Floats b) {
 }
 
 inline bool any_of(Choice<float> choice) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)choice, (__m512i)choice) != 0;
+#else
   int32_t any = 0;
   for (int i = 0; i < kWidth; ++i) any |= choice[i];
   return any != 0;
+#endif
 }
 
 /// 2^x, within 2 ulp; 0 below 2^-126, infinite above the largest float, and

@@ -12,8 +12,37 @@ namespace {
 constexpr int64_t kGroupBytes = 512 << 10;
 constexpr int64_t kWantedGroups = 32;
 
-PanelKeys keys_of_panel(const Windows& windows, int64_t first, int count) {
+constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+GroupWindows::PanelWindows::PanelWindows(const Windows& given)
+    : windows(given),
+      begin_min(kNone),
+      begin_max(0),
+      end_min(kNone),
+      end_max(0),
+      all(true) {
+  for (int query = 0; query < kPanel; ++query) {
+    const TokenRange range = windows.of[query];
+    all &= !range.empty();
+    if (range.empty()) continue;
+    begin_min = std::min(begin_min, range.begin);
+    begin_max = std::max(begin_max, range.begin);
+    end_min = std::min(end_min, range.end);
+    end_max = std::max(end_max, range.end);
+  }
+}
+
+PanelKeys GroupWindows::PanelWindows::keys_in(int64_t first, int count) const {
   PanelKeys seen;
+  if (end_max <= first || begin_min >= first + count) return seen;
+  if (all && begin_max <= first && end_min >= first + count) {
+    seen.last = count;
+    seen.last_query = kPanel;
+    std::ranges::fill(seen.high, count);
+    return seen;
+  }
   seen.first = count;
   seen.first_query = kPanel;
   for (int query = 0; query < kPanel; ++query) {
@@ -33,28 +62,34 @@ PanelKeys keys_of_panel(const Windows& windows, int64_t first, int count) {
   return seen;
 }
 
-}  // namespace
-
 GroupWindows::GroupWindows(const LineIndex& lines, const PanelGroup& group)
     : panels_(group.count) {
   for (int i = 0; i < panels_; ++i) {
     const Panel& panel = group.panel[i];
-    of_[i] = lines.windows_of(group.row, panel.first, panel.count);
+    for (const Windows& windows :
+         lines.windows_of(group.row, panel.first, panel.count)) {
+      of_[i].emplace_back(windows);
+    }
     layers_ = std::max(layers_, of_[i].size());
   }
 }
 
 bool GroupWindows::next(std::size_t layer, TokenRange keys,
                         SeenKeys& seen) const {
-  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   int64_t first = kNone, last = 0;
   for (int i = 0; i < panels_; ++i) {
     if (layer >= of_[i].size()) continue;
+    const PanelWindows& panel = of_[i][layer];
+    if (panel.end_max <= keys.begin) continue;
+    last = std::max(last, panel.end_max);
+    if (panel.begin_max <= keys.begin && panel.end_min > keys.begin) {
+      first = keys.begin;
+      continue;
+    }
     for (int query = 0; query < kPanel; ++query) {
-      const TokenRange range = of_[i][layer].of[query];
+      const TokenRange range = panel.windows.of[query];
       if (range.end <= keys.begin || range.empty()) continue;
       first = std::min(first, std::max(range.begin, keys.begin));
-      last = std::max(last, range.end);
     }
   }
   if (first >= keys.end) return false;
@@ -63,7 +98,7 @@ bool GroupWindows::next(std::size_t layer, TokenRange keys,
       {int64_t{kKeysAtOnce}, last - first, keys.end - first}));
   for (int i = 0; i < panels_; ++i) {
     seen.panel[i] = layer < of_[i].size()
-                        ? keys_of_panel(of_[i][layer], first, seen.count)
+                        ? of_[i][layer].keys_in(first, seen.count)
                         : PanelKeys{};
   }
   return true;

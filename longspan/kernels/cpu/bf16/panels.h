@@ -66,11 +66,22 @@ class GroupWindows {
   }
 
  private:
+  /// One panel's windows, and between what their ends lie: most blocks are
+  /// seen by all its queries or by none, which four numbers tell.
+  struct PanelWindows {
+    Windows windows;
+    int64_t begin_min, begin_max, end_min, end_max;  // of those not empty
+    bool all;                                        // none is empty
+
+    explicit PanelWindows(const Windows& given);
+    PanelKeys keys_in(int64_t first, int count) const;
+  };
+
   bool next(std::size_t layer, TokenRange keys, SeenKeys& seen) const;
 
   int panels_;
   std::size_t layers_ = 0;
-  std::vector<Windows> of_[kMostPanels];  // by layer; panels may have fewer
+  std::vector<PanelWindows> of_[kMostPanels];  // by layer; some have fewer
 };
 
 /// The panels of one (row, key head), in the order in which they are grouped:

@@ -45,34 +45,37 @@ struct TileEngine {
 
   template <Begin begin, int kRows, int kColumns>
   static void multiply_block(const PairProduct& m, int row, int column) {
-    const uint16_t* a = m.a + row * m.a_stride;
+    // Copies: the compiler believes that a tile's load may change `m`.
+    const int64_t a_stride = m.a_stride, b_stride = m.b_stride;
+    const int64_t c_stride = m.c_stride;
+    const uint16_t* a = m.a + row * a_stride;
     const uint32_t* b = m.b + column;
-    float* c = m.c + row * m.c_stride + column;
-    const int64_t a_bytes = m.a_stride * 2, b_bytes = m.b_stride * 4;
-    const int64_t c_bytes = m.c_stride * 4;
+    float* c = m.c + row * c_stride + column;
+    const int steps = (m.depth + kDepth - 1) / kDepth;
     each_of_c<kRows, kColumns>([&](auto i, auto j) {
       if constexpr (begin == Begin::zero) {
         Tiles::template zero<kC + 2 * i + j>();
       } else {
-        Tiles::template load<kC + 2 * i + j>(c + 16 * i * m.c_stride + 16 * j,
-                                             c_bytes);
+        Tiles::template load<kC + 2 * i + j>(c + 16 * i * c_stride + 16 * j,
+                                             c_stride * 4);
       }
     });
-    for (int depth = 0; depth < m.depth; depth += kDepth) {
-      each_of<kColumns>(
-          [&](auto j) { Tiles::template load<kB + j>(b + 16 * j, b_bytes); });
+    for (int step = 0; step < steps; ++step) {
+      each_of<kColumns>([&](auto j) {
+        Tiles::template load<kB + j>(b + 16 * j, b_stride * 4);
+      });
       each_of<kRows>([&](auto i) {
-        Tiles::template load<kA + i>(a + 16 * i * m.a_stride, a_bytes);
+        Tiles::template load<kA + i>(a + 16 * i * a_stride, a_stride * 2);
         each_of<kColumns>([&](auto j) {
           Tiles::template dot<kC + 2 * i + j, kA + i, kB + j>();
         });
       });
       a += kDepth;
-      b += kDepth / 2 * m.b_stride;
+      b += kDepth / 2 * b_stride;
     }
     each_of_c<kRows, kColumns>([&](auto i, auto j) {
-      Tiles::template store<kC + 2 * i + j>(c + 16 * i * m.c_stride + 16 * j,
-                                            c_bytes);
+      Tiles::template store<kC + 2 * i + j>(c + 16 * i * c_stride + 16 * j,
+                                            c_stride * 4);
     });
   }
 
