@@ -9,7 +9,7 @@ namespace longspan {
 
 namespace {
 
-constexpr int64_t kGroupBytes = 512 << 10;
+constexpr int64_t kGroupBytes = 640 << 10;
 constexpr int64_t kWantedGroups = 32;
 
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();

@@ -15,7 +15,7 @@ namespace longspan {
 
 inline constexpr int kPanel = 64;        // queries
 inline constexpr int kKeysAtOnce = 128;  // keys of a block, at most
-inline constexpr int kMostPanels = 4;
+inline constexpr int kMostPanels = 8;
 static_assert(kPanel <= kBlock);
 
 struct Panel {
