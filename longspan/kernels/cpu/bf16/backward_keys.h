@@ -105,7 +105,16 @@ void panel_backward_add_keys(const AttentionBackwardArgs& args,
             scratch.v, scratch.v_stride);
   rows_of_channels(scratch.k, scratch.k_stride, all_keys, args.head_dim,
                    scratch.k_t, kKeyStride);
+  const int64_t next = keys.first + keys.count;
   for (int i = 0; i < group.count; ++i) {
+    prefetch_rows(static_cast<const float*>(gradients.dv), gradients.dv_stride,
+                  keys.count, args.value_dim, i, group.count);
+    prefetch_rows(static_cast<const float*>(gradients.dk), gradients.dk_stride,
+                  keys.count, args.head_dim, i, group.count);
+    prefetch_keys(args.k, group.row, group.key_head, next, args.keys,
+                  args.head_dim, i, group.count);
+    prefetch_keys(args.v, group.row, group.key_head, next, args.keys,
+                  args.value_dim, i, group.count);
     const PanelGradient& gradient = scratch.panel[i];
     if (keys.panel[i].first >= keys.panel[i].last) continue;
     const PanelKeys seen =

@@ -154,7 +154,12 @@ void panel_forward_add_keys(const AttentionForwardArgs& args,
                 scratch.v, scratch.v_stride);
   rows_of_channels(scratch.v, scratch.v_stride, all_keys, args.value_dim,
                    scratch.v_t, kKeyStride);
+  const int64_t next = keys.first + keys.count;
   for (int i = 0; i < group.count; ++i) {
+    prefetch_keys(args.k, group.row, group.key_head, next, args.keys,
+                  args.head_dim, i, group.count);
+    prefetch_keys(args.v, group.row, group.key_head, next, args.keys,
+                  args.value_dim, i, group.count);
     const PanelKeys& seen = keys.panel[i];
     if (seen.first >= seen.last) continue;
     const PanelState& state = scratch.panel[i];

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "longspan/kernels/cpu/bf16/panels.h"
 #include "longspan/kernels/cpu/bf16/transpose.h"
 #include "longspan/kernels/cpu/simd/pack.h"
 
@@ -80,6 +81,29 @@ inline void rows_of_channels(const uint16_t* from, int64_t from_stride,
                           to + channel * to_stride + row, to_stride * 2);
     }
   }
+}
+
+/// Asks for part `part` of `parts` of some rows, to be at hand a little later:
+/// rows of a caller often lie a page apart, where the CPU does not look ahead.
+template <class T>
+inline void prefetch_rows(const T* from, int64_t stride, int rows, int n,
+                          int part, int parts) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+    for (int i = 0; i < n; i += kLine) {
+      __builtin_prefetch(from + row * stride + i, 0, 2);
+    }
+  }
+}
+
+/// The same for keys behind those at hand, which are likely to be next.
+inline void prefetch_keys(const TokenArray<const void*>& array, int64_t row,
+                          int64_t key_head, int64_t first, int64_t keys,
+                          int channels, int part, int parts) {
+  const int64_t left = keys - first;
+  const int rows = static_cast<int>(left < kKeysAtOnce ? left : kKeysAtOnce);
+  prefetch_rows(place_in<const uint16_t>(array, row, first, key_head),
+                array.token_stride, rows, channels, part, parts);
 }
 
 /// Elements of one (row, first token, head) of an array of bfloat16.
