@@ -4,8 +4,8 @@
 //   tile_bench [--tokens 4096] [--heads 8] [--channels 128] [--threads 1]
 //              [--runs 5] [--kernels NAME] [--type bfloat16]
 //
-// Causal, both in [tokens, heads, channels]. Each kernel first answers a small
-// problem like the portable one does.
+// Causal, arrays lie [tokens, heads, channels]. Each kernel first answers a
+// small problem like the portable one does.
 
 #include <algorithm>
 #include <chrono>
@@ -166,15 +166,27 @@ double difference(const AttentionKernels& kernels, ElementType type,
 
 Options parse(int count, char** words) {
   Options options;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string name = words[i], value = words[i + 1];
-    if (name == "--kernels") options.kernels = value;
-    if (name == "--type") options.type = value;
-    if (name == "--tokens") options.tokens = std::stoll(value);
-    if (name == "--heads") options.heads = std::stoll(value);
-    if (name == "--channels") options.channels = std::stoll(value);
-    if (name == "--threads") options.threads = std::stoll(value);
-    if (name == "--runs") options.runs = std::stoll(value);
+  for (int i = 1; i < count; i += 2) {
+    const std::string name = words[i],
+                      value = i + 1 < count ? words[i + 1] : "";
+    if (name == "--kernels") {
+      options.kernels = value;
+    } else if (name == "--type") {
+      options.type = value;
+    } else {
+      int64_t* number = name == "--tokens"     ? &options.tokens
+                        : name == "--heads"    ? &options.heads
+                        : name == "--channels" ? &options.channels
+                        : name == "--threads"  ? &options.threads
+                        : name == "--runs"     ? &options.runs
+                                               : nullptr;
+      if (number == nullptr || std::atoll(value.c_str()) < 1) {
+        std::fprintf(stderr, "tile_bench: cannot use '%s %s'\n", words[i],
+                     value.c_str());
+        std::exit(2);
+      }
+      *number = std::atoll(value.c_str());
+    }
   }
   return options;
 }
