@@ -6,7 +6,7 @@
 #include "longspan/core/check.h"
 #include "longspan/kernels/attention.h"
 #include "longspan/kernels/cpu/attention_steps.h"
-#include "longspan/kernels/cpu/bf16/steps.h"
+#include "longspan/kernels/cpu/bf16/levels.h"
 
 namespace longspan {
 
@@ -28,34 +28,6 @@ AttentionKernels kernels_named(std::string_view name) {
           },
   };
 }
-
-#ifdef LONGSPAN_X86_KERNELS
-/// Those that have products of bfloat16; other types run as with AVX-512.
-template <const PanelSteps& steps>
-AttentionKernels bf16_kernels_named(std::string_view name) {
-  return {
-      .name = name,
-      .forward =
-          [](const AttentionForwardArgs& args,
-             const ParallelFor& parallel_for) {
-            if (args.type == ElementType::bfloat16) {
-              run_panels_forward(steps, args, parallel_for);
-            } else {
-              run_forward(kAvx512Steps, args, parallel_for);
-            }
-          },
-      .backward =
-          [](const AttentionBackwardArgs& args,
-             const ParallelFor& parallel_for) {
-            if (args.type == ElementType::bfloat16) {
-              run_panels_backward(steps, args, parallel_for);
-            } else {
-              run_backward(kAvx512Steps, args, parallel_for);
-            }
-          },
-  };
-}
-#endif
 
 /// Whose code a level runs for elements of a type.
 std::string_view code_of(std::string_view level, ElementType type) {
@@ -84,16 +56,12 @@ std::string why_not_avx512() {
 
 std::string why_not_bf16() {
   const std::string why_not = why_not_avx512();
-  if (!why_not.empty()) return why_not;
-  return __builtin_cpu_supports("avx512bf16")
-             ? ""
-             : "this CPU has no products of bfloat16 (AVX512_BF16)";
+  return why_not.empty() ? why_not_avx512_bf16() : why_not;
 }
 
-std::string why_not_amx() {
+std::string why_not_tiles() {
   const std::string why_not = why_not_bf16();
-  if (!why_not.empty()) return why_not;
-  return amx_is_usable() ? "" : "this CPU or its system has no AMX tiles";
+  return why_not.empty() ? why_not_amx() : why_not;
 }
 #endif
 
@@ -109,12 +77,11 @@ std::vector<Level> levels() {
 #ifdef LONGSPAN_X86_KERNELS
   all.push_back({kernels_named<kAvx2Steps>("avx2"), why_not_avx2});
   all.push_back({kernels_named<kAvx512Steps>("avx512"), why_not_avx512});
-  const Level bf16{bf16_kernels_named<kAvx512Bf16Steps>("avx512_bf16"),
-                   why_not_bf16};
+  const Level bf16{avx512_bf16_kernels(), why_not_bf16};
   // Intel's CPUs multiply pairs of bfloat16 no faster than two floats, so that
   // converting is better: 94 against 78 GFLOP/s on Sapphire Rapids.
   all.insert(__builtin_cpu_is("intel") ? all.end() - 1 : all.end(), bf16);
-  all.push_back({bf16_kernels_named<kAmxSteps>("amx"), why_not_amx});
+  all.push_back({amx_kernels(), why_not_tiles});
 #endif
   return all;
 }

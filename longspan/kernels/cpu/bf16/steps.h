@@ -44,10 +44,6 @@ struct PanelSteps {
 #ifdef LONGSPAN_X86_KERNELS
 extern const PanelSteps kAvx512Bf16Steps;
 extern const PanelSteps kAmxSteps;
-
-/// Whether this process may use AMX tiles of bfloat16: asks the CPU, and the
-/// system for the room to save them.
-bool amx_is_usable();
 #endif
 
 /// Cut the work into jobs, the same ones for any number of threads.
