@@ -69,6 +69,7 @@ test: build lint sanitize race wheel
 bench: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/run.py $(BUILD)
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/attention.py $(BUILD)
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/tiles.py $(BUILD)
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan

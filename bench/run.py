@@ -10,39 +10,19 @@ thread each, in turns. Ratios carry over between machines; times do not.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import pathlib
-import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
 import baseline
 import torch
+from harness import Part, Row, in_turns, main, ratio_row
 
 import longspan
 from longspan import _C
 
 TOKENS = 1 << 20
-
-
-def in_turns(*functions: Callable[[], Any], rounds: int = 31) -> list[float]:
-    """Median milliseconds of each function, called one after another."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(3):
-        for function in functions:
-            function()
-    for _ in range(rounds):
-        for function, took in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            took.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(took) for took in times]
 
 
 def packed_rows(documents: int, multiple: int) -> dict[str, torch.Tensor]:
@@ -60,7 +40,7 @@ def packed_rows(documents: int, multiple: int) -> dict[str, torch.Tensor]:
     }
 
 
-def shard_rows() -> list[dict[str, Any]]:
+def shard_rows() -> list[Row]:
     ranks, rank = 8, 3
     batch = packed_rows(1000, 2 * ranks)
 
@@ -85,13 +65,13 @@ def shard_rows() -> list[dict[str, Any]]:
     t_plain, t_copy, t_cold, t_warm = in_turns(plain, lambda: target.copy_(source), ours, ours)
     t_moved = t_copy * moved / source.nbytes
     return [
-        row("pack + pad + shard, 1 M tokens, 8 ranks", right, t_cold, t_plain, ">= 10x"),
-        row("  against the machine's copy of the moved bytes", right, t_warm, t_moved, ">= 0.5x"),
-        row("  the same, caches cold", right, t_cold, t_moved, ">= 0.5x"),
+        ratio_row("pack + pad + shard, 1 M tokens, 8 ranks", right, t_cold, t_plain, 10.0),
+        ratio_row("  against the machine's copy of the moved bytes", right, t_warm, t_moved, 0.5),
+        ratio_row("  the same, caches cold", right, t_cold, t_moved, 0.5),
     ]
 
 
-def window_rows() -> list[dict[str, Any]]:
+def window_rows() -> list[Row]:
     batch = packed_rows(1000, 16)
     lengths, slots = batch["seq_lens"][0], batch["seq_lens_padded"][0]
     packing = longspan.Packing.of(lengths.tolist(), slots.tolist())
@@ -111,8 +91,8 @@ def window_rows() -> list[dict[str, Any]]:
         lambda: baseline.padded_windows(cu, cu_padded),
     )
     return [
-        row("key windows of 1 M tokens, from a mask", right, t_values, t_plain, ">= 10x"),
-        row("key windows of 1 M tokens, from offsets", right, t_lists, t_plain, ">= 10x"),
+        ratio_row("key windows of 1 M tokens, from a mask", right, t_values, t_plain, 10.0),
+        ratio_row("key windows of 1 M tokens, from offsets", right, t_lists, t_plain, 10.0),
     ]
 
 
@@ -134,7 +114,7 @@ class Mesh:
         return None
 
 
-def drop_in_rows() -> list[dict[str, Any]]:
+def drop_in_rows() -> list[Row]:
     from longspan.compat.nemo.components.distributed.cp_utils import make_cp_batch_and_ctx
 
     tokens, mesh = 128 * 1024 - 5, Mesh(8)
@@ -171,7 +151,7 @@ def drop_in_rows() -> list[dict[str, Any]]:
     ]
 
 
-def core_rows(build: pathlib.Path) -> list[dict[str, Any]]:
+def core_rows(build: pathlib.Path) -> list[Row]:
     bars = {
         "head-tail + every ring tile": (100.0, 64.0),
         "one rank of per-document head-tail": (10.0, 16.0),
@@ -198,79 +178,9 @@ def core_rows(build: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
-def row(work: str, right: bool, ours: float, other: float, bar: str) -> dict[str, Any]:
-    wanted = float(bar.removeprefix(">= ").removesuffix("x"))
-    return {
-        "work": work,
-        "right": right,
-        "ours": f"{ours:.3f} ms",
-        "other": f"{other:.3f} ms",
-        "ratio": f"{other / ours:.2g}x",
-        "bar": bar,
-        "met": other / ours >= wanted,
-    }
-
-
-def cpu_name() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def report(
-    rows: list[dict[str, Any]],
-    title: str = "Index math and batches",
-    threads: str = "one thread",
-) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    lines = [
-        f"# {title}",
-        "",
-        f"- date: {datetime.date.today()}, commit: {commit}",
-        f"- command: `make bench`, {threads}, {cpu_name()}",
-        f"- versions: torch {torch.__version__}, Python {platform.python_version()}, "
-        f"longspan {longspan.__version__}",
-        "",
-        "| work | answer | ours | compared with | ratio | bar | met |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for r in rows:
-        lines.append(
-            f"| {r['work']} | {'equal' if r['right'] else 'WRONG'} | {r['ours']} | {r['other']} "
-            f"| {r['ratio']} | {r['bar']} | {'yes' if r['met'] else 'no'} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", type=pathlib.Path)
-    parser.add_argument("--save", type=pathlib.Path, help="also write the table here")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    parts: list[Callable[[], list[dict[str, Any]]]] = [
-        lambda: core_rows(options.build),
-        shard_rows,
-        window_rows,
-        drop_in_rows,
-    ]
-    for i, part in enumerate(parts):
-        if sys.stderr.isatty():
-            print(f"\rbench {i + 1}/{len(parts)} ", end="", file=sys.stderr, flush=True)
-        rows += part()
-    if sys.stderr.isatty():
-        print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
-    text = report(rows)
-    print(json.dumps(rows, indent=2) if options.json else text, end="")
-    if options.save:
-        options.save.write_text(text)
-    return 0 if all(r["right"] for r in rows) else 1
+def parts(build: pathlib.Path) -> list[Part]:
+    return [lambda: core_rows(build), shard_rows, window_rows, drop_in_rows]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__ or "", "Index math and batches", "one thread", parts))

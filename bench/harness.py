@@ -1,0 +1,117 @@
+"""What the benchmarks share: times taken in turns, rows, and the table of them."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import longspan
+
+Row = dict[str, Any]
+Part = Callable[[], list[Row]]
+
+
+def in_turns(*functions: Callable[[], Any], rounds: int = 31, warm: int = 3) -> list[float]:
+    """Median milliseconds of each function, called one after another."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(warm):
+        for function in functions:
+            function()
+    for _ in range(rounds):
+        for function, took in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            took.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(took) for took in times]
+
+
+def ratio_row(work: str, right: bool, ours: float, other: float, wanted: float | None) -> Row:
+    """Milliseconds of ours and of what it is compared with, and how many times
+    faster ours ought to be."""
+
+    def shown(milliseconds: float) -> str:
+        return f"{milliseconds:.{1 if milliseconds >= 10 else 3}f} ms"
+
+    return {
+        "work": work,
+        "right": right,
+        "ours": shown(ours),
+        "other": shown(other),
+        "ratio": f"{other / ours:.3g}x",
+        "bar": "" if wanted is None else f">= {wanted:.2g}x",
+        "met": wanted is None or other / ours >= wanted,
+        "ours_ms": ours,
+        "other_ms": other,
+    }
+
+
+def cpu_name() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def kernel_name() -> str:
+    q = torch.zeros(1, 1, 1, 1)
+    return longspan.which_kernel(q, q, q)
+
+
+def report(rows: Sequence[Row], title: str, threads: str) -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    lines = [
+        f"# {title}",
+        "",
+        f"- date: {datetime.date.today()}, commit: {commit}",
+        f"- command: `make bench`, {threads}, {cpu_name()}, kernels: {kernel_name()}",
+        f"- versions: torch {torch.__version__}, Python {platform.python_version()}, "
+        f"longspan {longspan.__version__}",
+        "",
+        "| work | answer | ours | compared with | ratio | bar | met |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['work']} | {'equal' if r['right'] else 'WRONG'} | {r['ours']} | {r['other']} "
+            f"| {r['ratio']} | {r['bar']} | {'yes' if r['met'] else 'no'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    description: str, title: str, threads: str, parts: Callable[[pathlib.Path], Sequence[Part]]
+) -> int:
+    """Runs the parts of one benchmark, each with one thread of torch to begin
+    with, and prints their rows. 1 where an answer is wrong."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("--save", type=pathlib.Path, help="also write the table here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    todo = parts(options.build)
+    for i, part in enumerate(todo):
+        if sys.stderr.isatty():
+            print(f"\rbench {i + 1}/{len(todo)} ", end="", file=sys.stderr, flush=True)
+        torch.set_num_threads(1)
+        rows += part()
+    if sys.stderr.isatty():
+        print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
+    text = report(rows, title, threads)
+    print(json.dumps(rows, indent=2) + "\n" if options.json else text, end="")
+    if options.save:
+        options.save.write_text(text)
+    return 0 if all(r["right"] for r in rows) else 1
