@@ -145,7 +145,8 @@ Tensors2 attend_autocast(const at::Tensor& q, const at::Tensor& k,
 }  // namespace
 
 std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
-                         const at::Tensor& v, const AttendOptions& options) {
+                         const at::Tensor& v, const std::vector<Mask>& masks,
+                         const AttendOptions& options) {
   check_attend(q, k, v, {}, options.scale.value_or(1), options.softcap);
   AttentionInputs inputs;
   inputs.q = rows_first(q);
@@ -153,7 +154,13 @@ std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
   inputs.v = rows_first(v);
   inputs.heads_per_key_head = q.size(1) / k.size(1);
   inputs.softcap = options.softcap;
-  return which_kernel(inputs);
+  const auto layout = AttentionLayout::of(
+      Ownership::contiguous(inputs.q.size(1), 1),
+      masks.empty()
+          ? std::vector{Mask::causal(Packing::single(inputs.q.size(1)))}
+          : masks);
+  const Plan plan = Plan::of(layout, Strategy{}, 0, inputs.q.size(0));
+  return which_kernel(inputs, plan.steps()[0].lines);
 }
 
 at::Tensor layout_tensor(const AttentionLayout& layout) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "longspan/comm/group.h"
 #include "longspan/plan/attention_layout.h"
@@ -36,9 +37,8 @@ struct Attended {
 ///
 /// On the CPU the same call gives the same bits in every run, and an infinity
 /// or a NaN reaches exactly those who see it. On CUDA torch's kernels decide:
-/// dq of its flash kernel may differ in the last bits from run to run unless
-/// torch is told to be deterministic, and a NaN may also reach rows of the same
-/// block.
+/// gradients may differ in the last bits from run to run unless torch is told
+/// to be deterministic, and a NaN may also reach rows of the same block.
 ///
 /// Gradient contract: when every rank backpropagates the loss of its own
 /// tokens, the gradients of q, k and v are those of the sum of all losses, so
@@ -52,10 +52,12 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const AttentionLayout& layout, const Group& group,
                 const AttendOptions& options = {});
 
-/// Which kernel computes such a call, and why a faster one does not: "avx512",
-/// "flash", "blocked, not flash: it has no softcap".
+/// Which kernel computes such a call on one rank, and why a faster one does
+/// not: "avx512", "cudnn", "flash, not cudnn: it takes no windows", "blocked,
+/// not flash: it has no softcap". One mask, one for each row, or none: causal.
 std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& v,
+                         const std::vector<Mask>& masks = {},
                          const AttendOptions& options = {});
 
 /// A layout as the operator takes it: int64 [n], CPU.

@@ -7,6 +7,7 @@
 
 #include "longspan/comm/exchange.h"
 #include "longspan/core/check.h"
+#include "longspan/ops/fold.h"
 
 namespace longspan {
 
@@ -36,8 +37,14 @@ struct KeyBlock {
 KeyBlock pack_keys(const AttentionInputs& in) {
   KeyBlock block{KeyBlock::empty(in, in.k.size(1), in.k.scalar_type()),
                  in.k.size(3)};
-  block.keys().copy_(in.k);
-  block.values().copy_(in.v);
+  const auto copy = [](const at::Tensor& from, const at::Tensor& to) {
+    // A copy between such strides is slow in torch, and folding one part is
+    // one.
+    const PlacedPart all{.part = {from, {}}};
+    if (!fold_on_device(nullptr, {&all, 1}, {to, {}})) to.copy_(from);
+  };
+  copy(in.k, block.keys());
+  copy(in.v, block.values());
   return block;
 }
 
@@ -125,8 +132,16 @@ class KeyFlow {
 /// their way here.
 class Homecoming {
  public:
-  Homecoming(const Plan& plan, const Group& group, const KeyBlock& own)
-      : plan_(plan), group_(group), own_(own) {}
+  /// Our own gradients are added to dk and dv.
+  Homecoming(const Plan& plan, const Group& group,
+             const AttentionInputs& inputs, AttentionGradients& gradients)
+      : plan_(plan), group_(group), inputs_(inputs), gradients_(gradients) {}
+
+  /// Room for the gradients of some keys.
+  KeyBlock room_for(int64_t tokens) const {
+    const auto sums = accumulation_type(inputs_.k.scalar_type());
+    return {KeyBlock::empty(inputs_, tokens, sums), inputs_.k.size(3)};
+  }
 
   /// Sends the gradients that a step found. What an earlier step sent is
   /// received first, so that one block at a time is under way.
@@ -139,9 +154,8 @@ class Homecoming {
       sends.push_back({parcel.peer, cut(found, step.keys, parcel.tokens)});
     }
     for (const PlannedParcel& parcel : step.homecomings) {
-      auto sizes = own_.both.sizes().vec();
-      sizes[0] = count_tokens(parcel.tokens);
-      coming_.push_back({parcel.peer, at::empty(sizes, own_.both.options())});
+      coming_.push_back(
+          {parcel.peer, room_for(count_tokens(parcel.tokens)).both});
     }
     step_ = &step;
     transfer_ = start_exchange(
@@ -159,8 +173,10 @@ class Homecoming {
       int64_t at = 0;
       for (TokenRange place :
            places_in(plan_.steps()[0].keys, step_->homecomings[i].tokens)) {
-        own_.both.narrow(0, place.begin, place.size())
-            .add_(coming_[i].tensor.narrow(0, at, place.size()));
+        const KeyBlock part{coming_[i].tensor.narrow(0, at, place.size()),
+                            inputs_.k.size(3)};
+        gradients_.dk.add({part.keys(), {}}, 0, place.begin);
+        gradients_.dv.add({part.values(), {}}, 0, place.begin);
         at += place.size();
       }
     }
@@ -170,7 +186,8 @@ class Homecoming {
  private:
   const Plan& plan_;
   const Group& group_;
-  const KeyBlock& own_;
+  const AttentionInputs& inputs_;
+  AttentionGradients& gradients_;
   const PlanStep* step_ = nullptr;
   std::vector<Parcel> coming_;
   Transfer transfer_;
@@ -179,7 +196,7 @@ class Homecoming {
 }  // namespace
 
 void run_forward(const Plan& plan, const Group& group,
-                 const AttentionInputs& inputs, PartialAttention& running) {
+                 const AttentionInputs& inputs, Accumulator& running) {
   KeyFlow flow(plan, group, inputs, "forward");
   for (const PlanStep& step : plan.steps()) {
     flow.start_next();
@@ -189,31 +206,29 @@ void run_forward(const Plan& plan, const Group& group,
 }
 
 void run_backward(const Plan& plan, const Group& group,
-                  const AttentionInputs& inputs,
+                  const AttentionInputs& inputs, const AttentionAnswer& answer,
                   AttentionGradients& gradients) {
   KeyFlow flow(plan, group, inputs, "backward");
-  const at::ScalarType sums = gradients.dq.scalar_type();
-  const auto zeros = [&](int64_t tokens) {
-    return KeyBlock{KeyBlock::empty(inputs, tokens, sums).zero_(),
-                    inputs.k.size(3)};
-  };
-  const KeyBlock own = zeros(inputs.k.size(1));
-  Homecoming home(plan, group, own);
+  Homecoming home(plan, group, inputs, gradients);
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const PlanStep& step = plan.steps()[i];
     flow.start_next();
     const AttentionInputs now = flow.inputs();
-    const KeyBlock found = i == 0 ? own : zeros(now.k.size(1));
-    AttentionGradients here = gradients;
-    here.dk = found.keys();
-    here.dv = found.values();
-    attend_tiles_backward(now, step.lines, here);
-    home.send(i, found.both);
+    if (i == 0) {
+      attend_tiles_backward(now, step.lines, answer, gradients);
+    } else {
+      const KeyBlock found = home.room_for(now.k.size(1));
+      Accumulator dk = Accumulator::sum_in(found.keys());
+      Accumulator dv = Accumulator::sum_in(found.values());
+      AttentionGradients here{gradients.dq, dk, dv};
+      attend_tiles_backward(now, step.lines, answer, here);
+      dk.sums();
+      dv.sums();
+      home.send(i, found.both);
+    }
     flow.arrive();
   }
   home.receive();
-  gradients.dk = own.keys();
-  gradients.dv = own.values();
 }
 
 }  // namespace longspan

@@ -4,7 +4,6 @@
 
 #include "longspan/comm/group.h"
 #include "longspan/ops/attend_tiles.h"
-#include "longspan/ops/partial_attention.h"
 #include "longspan/plan/plan.h"
 
 namespace longspan {
@@ -16,16 +15,16 @@ namespace longspan {
 /// member's heads. Memory: the share itself, one block of keys that arrives
 /// and one that leaves.
 ///
-/// `running` starts as PartialAttention::nothing and holds the answer at the
-/// end.
+/// `running` starts over nothing and holds the answer at the end.
 void run_forward(const Plan& plan, const Group& group,
-                 const AttentionInputs& inputs, PartialAttention& running);
+                 const AttentionInputs& inputs, Accumulator& running);
 
-/// Adds dq of this rank's queries, and makes dk and dv of its keys. Keys travel
-/// as in the forward pass; gradients of other ranks' keys go straight home in
-/// the accumulation type and are added there in the order of the steps: the
-/// same bits in every run.
+/// Adds dq of this rank's queries, and dk and dv of its keys. Keys travel as in
+/// the forward pass; gradients of other ranks' keys go straight home in the
+/// accumulation type and are added there in the order of the steps: the same
+/// bits in every run.
 void run_backward(const Plan& plan, const Group& group,
-                  const AttentionInputs& inputs, AttentionGradients& gradients);
+                  const AttentionInputs& inputs, const AttentionAnswer& answer,
+                  AttentionGradients& gradients);
 
 }  // namespace longspan

@@ -6,6 +6,7 @@
 #include "longspan/attention/head_trade.h"
 #include "longspan/attention/passes.h"
 #include "longspan/core/check.h"
+#include "longspan/ops/attend_cudnn.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {
@@ -72,23 +73,44 @@ struct Call {
 constexpr auto kHeads = HeadTrade::Kind::heads;
 constexpr auto kKeyHeads = HeadTrade::Kind::key_heads;
 
-/// Zeroed memory in the order of the caller's tensor, seen rows first.
-PartialAttention running_for(const at::Tensor& q, int64_t tokens, int64_t heads,
-                             int64_t value_dim) {
-  const auto options = q.options().dtype(accumulation_type(q.scalar_type()));
-  if (q.dim() == 3) {
-    return PartialAttention::nothing({1, tokens, heads}, value_dim, options);
-  }
-  PartialAttention made =
-      PartialAttention::nothing({q.size(0), heads, tokens}, value_dim, options);
-  return {made.out.transpose(1, 2), made.lse.transpose(1, 2)};
+/// Something like q, of so many heads and channels, that is added up; in the
+/// order of the caller's memory.
+Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& q,
+                        int64_t tokens, int64_t heads, int64_t channels) {
+  const int64_t rows = q.dim() == 4 ? q.size(0) : 1;
+  return Accumulator(
+      kind, {rows, tokens, heads, channels},
+      q.options().dtype(accumulation_type(q.scalar_type())),
+      q.dim() == 4 ? MemoryOrder::heads_first : MemoryOrder::tokens_first);
 }
 
-/// Sum over channels of out * dout, 0 where a query saw nothing.
-at::Tensor row_sums(const at::Tensor& out, const at::Tensor& dout,
-                    const at::Tensor& saw_nothing) {
-  const auto sums = accumulation_type(out.scalar_type());
-  return (out.to(sums) * dout.to(sums)).sum(3).masked_fill_(saw_nothing, 0);
+/// The same for heads that came by a trade.
+Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& like,
+                        int64_t channels) {
+  return Accumulator(
+      kind, {like.size(0), like.size(1), like.size(2), channels},
+      like.options().dtype(accumulation_type(like.scalar_type())));
+}
+
+/// The tensor with the strides of another, unless their shapes differ.
+at::Tensor lying_like(const at::Tensor& other, const at::Tensor& tensor) {
+  if (tensor.sizes() != other.sizes() || lie_alike(tensor, other)) {
+    return tensor;
+  }
+  return at::empty_strided(other.sizes(), other.strides(), tensor.options())
+      .copy_(tensor);
+}
+
+constexpr auto kAttention = Accumulator::Kind::attention;
+constexpr auto kSum = Accumulator::Kind::sum;
+
+/// The output in the type of q, and lse.
+PartialAttention finished(Accumulator& running, const at::Tensor& q,
+                          const OptionalTensor& sink) {
+  if (!sink) return running.finish(q.scalar_type());
+  const PartialAttention all =
+      running.finish(accumulation_type(q.scalar_type()));
+  return {all.with_sink(*sink).to(q.scalar_type()), all.lse};
 }
 
 }  // namespace
@@ -110,37 +132,32 @@ Tensors2 attend_forward(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor q_in = rows_first(q), k_in = rows_first(k),
                    v_in = rows_first(v);
   if (!trade.is_needed()) {
-    PartialAttention running =
-        running_for(q, q_in.size(1), call.heads, v_in.size(3));
+    Accumulator running =
+        accumulator(kAttention, q, q_in.size(1), call.heads, v_in.size(3));
     run_forward(*call.plan, call.group,
                 call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap),
                 running);
-    const at::Tensor out = sink ? running.with_sink(*sink) : running.out;
-    return {as_given(out.to(q.scalar_type()), q).contiguous(),
-            as_given(running.lse, q).contiguous()};
+    const auto [out, lse] = finished(running, q, sink);
+    return {as_given(out, q).contiguous(), as_given(lse, q).contiguous()};
   }
   const auto traded = trade.to_heads({{swapped(q_in), kHeads},
                                       {swapped(k_in), kKeyHeads},
                                       {swapped(v_in), kKeyHeads}},
                                      call.purpose("forward, trade of heads"));
   const at::Tensor mine = swapped(traded[0]);
-  PartialAttention running = PartialAttention::nothing(
-      mine.sizes().slice(0, 3), v_in.size(3),
-      q.options().dtype(accumulation_type(q.scalar_type())));
+  Accumulator running = accumulator(kAttention, mine, v_in.size(3));
   run_forward(*call.plan, call.group,
               call.inputs(mine, swapped(traded[1]), swapped(traded[2]),
                           trade.mine(), scale, softcap),
               running);
   const TokenRange share = trade.mine().heads;
-  const at::Tensor out =
-      (sink ? running.with_sink(sink->narrow(0, share.begin, share.size()))
-            : running.out)
-          .to(q.scalar_type());
+  const auto [out, lse_mine] = finished(
+      running, q,
+      sink ? OptionalTensor(sink->narrow(0, share.begin, share.size())) : sink);
   const auto back = trade.to_tokens({{swapped(out), kHeads}},
                                     call.purpose("forward, outputs"));
-  const auto lse =
-      trade.to_tokens({{swapped(running.lse).unsqueeze(3), kHeads}},
-                      call.purpose("forward, log-sum-exp"));
+  const auto lse = trade.to_tokens({{swapped(lse_mine).unsqueeze(3), kHeads}},
+                                   call.purpose("forward, log-sum-exp"));
   const auto given = [&](const at::Tensor& tensor) {
     return as_given(swapped(tensor), q).contiguous();
   };
@@ -161,36 +178,38 @@ Tensors4 attend_backward(const at::Tensor& dout, const at::Tensor& q,
   const at::Tensor q_in = rows_first(q), k_in = rows_first(k),
                    v_in = rows_first(v), out_in = rows_first(out),
                    dout_in = rows_first(dout.to(q.scalar_type()));
-  at::Tensor whole = rows_first_lse(lse);
-  const at::Tensor saw_nothing = at::isneginf(whole);
-  const at::Tensor delta = row_sums(out_in, dout_in, saw_nothing);
-  at::Tensor dsink;
+  AttentionAnswer answer{
+      .out = out_in, .dout = dout_in, .lse = rows_first_lse(lse)};
+  at::Tensor dsink = at::empty({0}, q.options());
   if (sink) {
     const at::Tensor logit = sink->to(sums);
-    dsink = (logit - whole)
+    dsink = (logit - answer.lse)
                 .sigmoid()
-                .mul_(delta)
-                .masked_fill_(saw_nothing, 0)
+                .mul_(answer.delta())
+                .masked_fill_(at::isneginf(answer.lse), 0)
                 .sum(at::IntArrayRef({0, 1}))
                 .neg_()
                 .to(sink->scalar_type());
-    whole = at::logaddexp(whole, logit);
-  } else {
-    dsink = at::empty({0}, q.options());
+    answer.lse = at::logaddexp(answer.lse, logit);
   }
-  AttentionGradients gradients;
-  gradients.out = out_in;
-  gradients.dout = dout_in;
-  gradients.lse = whole;
-  gradients.delta = delta;
+  at::Tensor dq, dk, dv;
   if (!trade.is_needed()) {
-    gradients.dq = at::zeros_like(q, q.options().dtype(sums),
-                                  at::MemoryFormat::Contiguous);
-    gradients.dq =
-        q.dim() == 4 ? gradients.dq.transpose(1, 2) : gradients.dq.unsqueeze(0);
-    run_backward(*call.plan, call.group,
-                 call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap),
-                 gradients);
+    const auto sum = [&](const at::Tensor& like) {
+      return accumulator(kSum, q, like.size(1), like.size(2), like.size(3));
+    };
+    Accumulator dq_sum = sum(q_in), dk_sum = sum(k_in), dv_sum = sum(v_in);
+    AttentionGradients gradients{dq_sum, dk_sum, dv_sum};
+    AttentionInputs inputs =
+        call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap);
+    if (!why_not_cudnn(inputs)) {
+      // It wants these to lie alike: once here, not in every step.
+      inputs.q = lying_like(answer.out, inputs.q);
+      answer.dout = lying_like(answer.out, answer.dout);
+    }
+    run_backward(*call.plan, call.group, inputs, answer, gradients);
+    dq = dq_sum.finish(q.scalar_type()).out;
+    dk = dk_sum.finish(q.scalar_type()).out;
+    dv = dv_sum.finish(q.scalar_type()).out;
   } else {
     const auto traded =
         trade.to_heads({{swapped(q_in), kHeads},
@@ -199,33 +218,37 @@ Tensors4 attend_backward(const at::Tensor& dout, const at::Tensor& q,
                         {swapped(out_in), kHeads},
                         {swapped(dout_in), kHeads}},
                        call.purpose("backward, trade of heads"));
-    const auto facts = trade.to_heads({{swapped(whole).unsqueeze(3), kHeads}},
-                                      call.purpose("backward, log-sum-exp"));
-    const at::Tensor mine = swapped(traded[0]);
-    gradients.out = swapped(traded[3]);
-    gradients.dout = swapped(traded[4]);
-    gradients.lse = swapped(facts[0].squeeze(3));
-    gradients.delta =
-        row_sums(gradients.out, gradients.dout, at::isneginf(gradients.lse));
-    gradients.dq = at::zeros(mine.sizes(), mine.options().dtype(sums));
-    run_backward(*call.plan, call.group,
-                 call.inputs(mine, swapped(traded[1]), swapped(traded[2]),
-                             trade.mine(), scale, softcap),
-                 gradients);
+    const auto facts =
+        trade.to_heads({{swapped(answer.lse).unsqueeze(3), kHeads}},
+                       call.purpose("backward, log-sum-exp"));
+    const at::Tensor q_mine = swapped(traded[0]), k_mine = swapped(traded[1]),
+                     v_mine = swapped(traded[2]);
+    const AttentionAnswer mine{.out = swapped(traded[3]),
+                               .dout = swapped(traded[4]),
+                               .lse = swapped(facts[0].squeeze(3))};
+    Accumulator dq_sum = accumulator(kSum, q_mine, q_mine.size(3)),
+                dk_sum = accumulator(kSum, k_mine, k_mine.size(3)),
+                dv_sum = accumulator(kSum, v_mine, v_mine.size(3));
+    AttentionGradients gradients{dq_sum, dk_sum, dv_sum};
+    run_backward(
+        *call.plan, call.group,
+        call.inputs(q_mine, k_mine, v_mine, trade.mine(), scale, softcap), mine,
+        gradients);
     const auto queries =
-        trade.to_tokens({{swapped(gradients.dq).to(q.scalar_type()), kHeads}},
+        trade.to_tokens({{swapped(dq_sum.finish(q.scalar_type()).out), kHeads}},
                         call.purpose("backward, dq"));
-    const auto keys = trade.to_tokens({{swapped(gradients.dk), kKeyHeads},
-                                       {swapped(gradients.dv), kKeyHeads}},
-                                      call.purpose("backward, dk and dv"));
-    gradients.dq = swapped(queries[0]);
-    gradients.dk = swapped(keys[0]);
-    gradients.dv = swapped(keys[1]);
+    const auto keys =
+        trade.to_tokens({{swapped(dk_sum.finish(sums).out), kKeyHeads},
+                         {swapped(dv_sum.finish(sums).out), kKeyHeads}},
+                        call.purpose("backward, dk and dv"));
+    dq = swapped(queries[0]);
+    dk = swapped(keys[0]);
+    dv = swapped(keys[1]);
   }
   const auto given = [&](const at::Tensor& tensor) {
     return as_given(tensor, q).to(q.scalar_type()).contiguous();
   };
-  return {given(gradients.dq), given(gradients.dk), given(gradients.dv), dsink};
+  return {given(dq), given(dk), given(dv), dsink};
 }
 
 }  // namespace longspan

@@ -93,8 +93,9 @@ Scores scores(const AttentionInputs& in, const KeyLines& line,
 
 void attend_tiles_blocked(const AttentionInputs& in,
                           std::span<const KeyLines> lines,
-                          PartialAttention& running) {
+                          Accumulator& running) {
   const at::Tensor heads = key_heads(in);
+  const PartialAttention sums = running.sums();
   for (const KeyLines& line : lines) {
     for_each_block(line, in.q.size(2), [&](const Block& block) {
       const Scores score = scores(in, line, block, heads);
@@ -106,7 +107,7 @@ void attend_tiles_blocked(const AttentionInputs& in,
         return tensor.narrow(0, line.row, 1)
             .narrow(1, block.queries.begin, block.queries.size());
       };
-      PartialAttention before{rows(running.out), rows(running.lse)};
+      PartialAttention before{rows(sums.out), rows(sums.lse)};
       before.add({at::matmul(p, score.v).transpose(0, 1).unsqueeze(0),
                   lse.transpose(0, 1).unsqueeze(0)});
     });
@@ -115,12 +116,16 @@ void attend_tiles_blocked(const AttentionInputs& in,
 
 void attend_tiles_backward_blocked(const AttentionInputs& in,
                                    std::span<const KeyLines> lines,
+                                   const AttentionAnswer& answer,
                                    AttentionGradients& gradients) {
   const at::Tensor heads = key_heads(in);
+  const at::Tensor all_dq = gradients.dq.sums().out;
+  const at::Tensor all_dk = gradients.dk.sums().out;
+  const at::Tensor all_dv = gradients.dv.sums().out;
   for (const KeyLines& line : lines) {
     for_each_block(line, in.q.size(2), [&](const Block& block) {
       const Scores score = scores(in, line, block, heads);
-      const at::Tensor dout = part(gradients.dout, line.row, block.queries);
+      const at::Tensor dout = part(answer.dout, line.row, block.queries);
       const auto column = [&](const at::Tensor& tensor) {
         return tensor.select(0, line.row)
             .narrow(0, block.queries.begin, block.queries.size())
@@ -129,9 +134,9 @@ void attend_tiles_backward_blocked(const AttentionInputs& in,
       };
       const at::Tensor hidden = at::isneginf(score.s);
       const at::Tensor p =
-          (score.s - column(gradients.lse)).exp_().masked_fill_(hidden, 0);
+          (score.s - column(answer.lse)).exp_().masked_fill_(hidden, 0);
       at::Tensor ds = at::matmul(dout, score.v.transpose(1, 2))
-                          .sub_(column(gradients.delta))
+                          .sub_(column(answer.delta()))
                           .mul_(p);
       if (score.bend.defined()) ds = ds.mul_(score.bend);
       ds = ds.mul_(in.scale).masked_fill_(hidden, 0);
@@ -153,9 +158,9 @@ void attend_tiles_backward_blocked(const AttentionInputs& in,
         }
         add(total, block.keys, sum);
       };
-      add(gradients.dq, block.queries, at::matmul(ds, score.k));
-      add_to_key_heads(gradients.dk, at::matmul(ds.transpose(1, 2), score.q));
-      add_to_key_heads(gradients.dv, at::matmul(p.transpose(1, 2), dout));
+      add(all_dq, block.queries, at::matmul(ds, score.k));
+      add_to_key_heads(all_dk, at::matmul(ds.transpose(1, 2), score.q));
+      add_to_key_heads(all_dv, at::matmul(p.transpose(1, 2), dout));
     });
   }
 }

@@ -46,58 +46,53 @@ ParallelFor threads_for(const AttentionInputs& in,
   return torch_threads(work / kWorthAThread);
 }
 
-std::vector<FusedSegment> segments_of(std::span<const KeyLines> lines) {
-  std::vector<FusedSegment> segments;
-  for (const KeyLines& line : lines) {
-    const auto parts = fused_segments(line);
-    segments.insert(segments.end(), parts.begin(), parts.end());
-  }
-  return segments;
-}
-
 }  // namespace
 
-std::string which_kernel(const AttentionInputs& inputs) {
-  if (inputs.q.is_cpu())
-    return describe_chosen_kernels(
-        element_type(inputs.q.scalar_type()).value_or(ElementType::float32));
-  const auto reason = why_not_flash(inputs);
-  return reason ? "blocked, not flash: " + *reason : "flash";
+std::string which_kernel(const AttentionInputs& inputs,
+                         std::span<const KeyLines> lines) {
+  if (!inputs.q.is_cpu()) return FusedChoice::of(inputs, lines).to_string();
+  return describe_chosen_kernels(
+      element_type(inputs.q.scalar_type()).value_or(ElementType::float32));
+}
+
+const at::Tensor& AttentionAnswer::delta() const {
+  if (!known_delta.defined()) {
+    const auto sums = accumulation_type(out.scalar_type());
+    known_delta = (out.to(sums) * dout.to(sums))
+                      .sum(3)
+                      .masked_fill_(at::isneginf(lse), 0);
+  }
+  return known_delta;
 }
 
 void attend_tiles(const AttentionInputs& inputs,
-                  std::span<const KeyLines> lines, PartialAttention& running) {
-  if (lines.empty() || running.out.numel() == 0) return;
-  if (!inputs.q.is_cpu()) {
-    return why_not_flash(inputs)
-               ? attend_tiles_blocked(inputs, lines, running)
-               : attend_tiles_flash(inputs, segments_of(lines), running);
-  }
+                  std::span<const KeyLines> lines, Accumulator& running) {
+  if (lines.empty() || inputs.q.numel() == 0) return;
+  if (!inputs.q.is_cpu()) return attend_tiles_fused(inputs, lines, running);
   AttentionForwardArgs args;
   fill(args, inputs, lines);
-  args.out = array_of<void*>(running.out);
-  args.lse = array_of<void*>(running.lse);
+  PartialAttention& sums = running.sums();
+  args.out = array_of<void*>(sums.out);
+  args.lse = array_of<void*>(sums.lse);
   chosen_attention_kernels().forward(args, threads_for(inputs, lines));
 }
 
 void attend_tiles_backward(const AttentionInputs& inputs,
                            std::span<const KeyLines> lines,
+                           const AttentionAnswer& answer,
                            AttentionGradients& gradients) {
   if (lines.empty() || inputs.q.numel() == 0) return;
   if (!inputs.q.is_cpu()) {
-    return why_not_flash(inputs)
-               ? attend_tiles_backward_blocked(inputs, lines, gradients)
-               : attend_tiles_backward_flash(inputs, segments_of(lines),
-                                             gradients);
+    return attend_tiles_backward_fused(inputs, lines, answer, gradients);
   }
   AttentionBackwardArgs args;
   fill(args, inputs, lines);
-  args.dout = array_of<const void*>(gradients.dout);
-  args.lse = array_of<const void*>(gradients.lse);
-  args.delta = array_of<const void*>(gradients.delta);
-  args.dq = array_of<void*>(gradients.dq);
-  args.dk = array_of<void*>(gradients.dk);
-  args.dv = array_of<void*>(gradients.dv);
+  args.dout = array_of<const void*>(answer.dout);
+  args.lse = array_of<const void*>(answer.lse);
+  args.delta = array_of<const void*>(answer.delta());
+  args.dq = array_of<void*>(gradients.dq.sums().out);
+  args.dk = array_of<void*>(gradients.dk.sums().out);
+  args.dv = array_of<void*>(gradients.dv.sums().out);
   chosen_attention_kernels().backward(args, threads_for(inputs, lines));
 }
 

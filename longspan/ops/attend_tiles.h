@@ -2,12 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <span>
 #include <string>
 
 #include "longspan/core/key_lines.h"
-#include "longspan/ops/partial_attention.h"
+#include "longspan/ops/accumulator.h"
 
 namespace longspan {
 
@@ -21,32 +20,45 @@ struct AttentionInputs {
   double softcap = 0;  ///< 0 is none
 };
 
-/// Folds the visible keys of this block into a running answer, in place.
+/// Folds the visible keys of this block into a running answer.
 void attend_tiles(const AttentionInputs& inputs,
-                  std::span<const KeyLines> lines, PartialAttention& running);
+                  std::span<const KeyLines> lines, Accumulator& running);
 
-/// What the derivative needs to know of the finished answer, and where it goes.
+/// What the derivative needs to know of the finished answer.
+struct AttentionAnswer {
+  at::Tensor out, dout;  ///< [rows, queries, heads, channels], dtype of q
+  at::Tensor lse;        ///< [rows, queries, heads], accumulation dtype: of all
+                         ///< keys and the sink
+
+  /// Sum over channels of out * dout, 0 where lse is -inf; like lse. Made when
+  /// it is first asked for, since torch's fused kernels make their own.
+  const at::Tensor& delta() const;
+  mutable at::Tensor known_delta = {};
+};
+
+/// Where derivatives are added up: like q, k, v.
 struct AttentionGradients {
-  at::Tensor out, dout;   ///< [rows, queries, heads, channels], dtype of q
-  at::Tensor lse, delta;  ///< [rows, queries, heads], accumulation dtype: of
-                          ///< all keys and the sink; sum of out * dout
-  at::Tensor dq, dk, dv;  ///< like q, k, v, accumulation dtype; added to
+  Accumulator &dq, &dk, &dv;
 };
 void attend_tiles_backward(const AttentionInputs& inputs,
                            std::span<const KeyLines> lines,
+                           const AttentionAnswer& answer,
                            AttentionGradients& gradients);
 
-/// What computes such a call, and why nothing better does: on CUDA "flash" or
-/// "blocked, not flash: it has no softcap"; on the CPU the kernel's name.
-std::string which_kernel(const AttentionInputs& inputs);
+/// What computes such a call, and why nothing better does: on the CPU the
+/// kernel's name, on CUDA "cudnn", "flash, not cudnn: it takes no windows" or
+/// "blocked, not flash: it has no softcap".
+std::string which_kernel(const AttentionInputs& inputs,
+                         std::span<const KeyLines> lines);
 
 /// The same from torch operators, block by block, on any device: what runs
 /// where no kernel of ours or torch's covers the case.
 void attend_tiles_blocked(const AttentionInputs& inputs,
                           std::span<const KeyLines> lines,
-                          PartialAttention& running);
+                          Accumulator& running);
 void attend_tiles_backward_blocked(const AttentionInputs& inputs,
                                    std::span<const KeyLines> lines,
+                                   const AttentionAnswer& answer,
                                    AttentionGradients& gradients);
 
 }  // namespace longspan

@@ -1,15 +1,12 @@
 #include "longspan/ops/partial_attention.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <limits>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/cuda/merge_partials.h"
 #include "longspan/ops/checks.h"
-#include "longspan/ops/cuda_stream.h"
-#include "longspan/ops/token_arrays.h"
+#include "longspan/ops/fold.h"
 
 namespace longspan {
 
@@ -30,35 +27,6 @@ void check_alike(const PartialAttention& a, const PartialAttention& b) {
             a.out.sizes().slice(0, a.lse.dim()) == a.lse.sizes(),
         "PartialAttention: lse is ", describe(a.lse), " but out ",
         describe(a.out), "; expected one entry for each row of channels");
-}
-
-/// By the kernel that does it in one go, where it can.
-bool merged_on_device(PartialAttention& running, const PartialAttention& part) {
-  const auto type = element_type(part.out.scalar_type());
-  const auto channels_lie_together = [](const at::Tensor& out) {
-    return out.size(3) <= 1 || out.stride(3) == 1;
-  };
-  const c10::OptionalDeviceGuard guard(running.out.device());
-  if (!running.out.is_cuda() || running.out.dim() != 4 || !type ||
-      *type == ElementType::float64 ||
-      running.out.scalar_type() != at::kFloat ||
-      running.lse.scalar_type() != at::kFloat ||
-      part.lse.scalar_type() != at::kFloat ||
-      !channels_lie_together(running.out) || !channels_lie_together(part.out) ||
-      why_not_merge_partials()) {
-    return false;
-  }
-  merge_partials({.rows = part.out.size(0),
-                  .tokens = part.out.size(1),
-                  .heads = part.out.size(2),
-                  .channels = static_cast<int>(part.out.size(3)),
-                  .out = array_of<float*>(running.out),
-                  .lse = array_of<float*>(running.lse),
-                  .part_type = *type,
-                  .part_out = array_of<const void*>(part.out),
-                  .part_lse = array_of<const float*>(part.lse)},
-                 current_stream(running.out));
-  return true;
 }
 
 }  // namespace
@@ -88,7 +56,8 @@ PartialAttention PartialAttention::merge(const PartialAttention& a,
 
 void PartialAttention::add(const PartialAttention& other) {
   check_alike(*this, other);
-  if (merged_on_device(*this, other)) return;
+  const PlacedPart placed{.part = other};
+  if (fold_on_device(this, {&placed, 1}, *this)) return;
   const PartialAttention both = merge(*this, other);
   out.copy_(both.out);
   lse.copy_(both.lse);

@@ -33,12 +33,13 @@ void bind_attention(py::module_& m) {
   m.def(
       "which_kernel",
       [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-         double softcap) {
+         const std::vector<Mask>& masks, double softcap) {
         AttendOptions options;
         options.softcap = softcap;
-        return which_kernel(q, k, v, options);
+        return which_kernel(q, k, v, masks, options);
       },
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("softcap") = 0.0);
+      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("masks"),
+      py::arg("softcap") = 0.0);
   m.def(
       "merge",
       [](const at::Tensor& out, const at::Tensor& lse,

@@ -360,7 +360,7 @@ class KernelLevel:
 
 def kernel_levels() -> list[KernelLevel]: ...
 def which_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0.0
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: list[Mask], softcap: float = 0.0
 ) -> str: ...
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor

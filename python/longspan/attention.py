@@ -113,11 +113,18 @@ def attend(
 
 
 def which_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softcap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: _C.Mask | Sequence[_C.Mask] | None = None,
+    softcap: float | None = None,
 ) -> str:
-    """Which kernel computes such a call, and why a faster one does not: "avx512",
-    "flash", "blocked, not flash: it has no softcap"."""
-    return _C.which_kernel(q, k, v, 0.0 if softcap is None else softcap)
+    """Which kernel computes such a call on one rank, and why a faster one does
+    not: "avx512", "cudnn", "flash, not cudnn: it takes no windows", "blocked, not
+    flash: it has no softcap". `mask` is causal by default."""
+    masks = [mask] if isinstance(mask, _C.Mask) else list(mask or ())
+    return _C.which_kernel(q, k, v, masks, 0.0 if softcap is None else softcap)
 
 
 def kernel_levels() -> list[_C.KernelLevel]:

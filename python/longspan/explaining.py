@@ -145,13 +145,17 @@ def _cost(
             bytes_per_element=dtype.itemsize,
         )
 
+    rows, tokens = len(layout.packings), layout.ownership.tokens
+
     def tensor(heads: int, dim: int) -> torch.Tensor:
-        return torch.empty(1, heads, 1, dim, dtype=dtype, device=device)
+        one = torch.empty(1, dtype=dtype, device=device)
+        return one.expand(rows, heads, tokens, dim)
 
     kernel = which_kernel(
         tensor(layer.heads, layer.head_dim),
         tensor(layer.key_heads, layer.head_dim),
         tensor(layer.key_heads, layer.value_dim),
+        mask=layer.masks(layout),
         softcap=layer.softcap,
     )
     return LayerCost(

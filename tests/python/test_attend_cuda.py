@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import test_attend
 import torch
 import torch.multiprocessing
-from oracle.dense_attention import Answer, dense_by_formula
+from oracle.dense_attention import Answer, dense_attention, dense_by_formula, visible_pairs
 from test_attend import CASES, Case, Inputs, attend_on, complaints, joined, one, ownerships
 
 import longspan
@@ -57,11 +58,13 @@ def attend_on_cuda(
     return Answer(*(None if part is None else part.cpu() for part in answer))
 
 
-def plain_answers(inputs: Inputs, dtype: torch.dtype) -> list[Answer]:
+def plain_answers(
+    inputs: Inputs, dtype: torch.dtype, answer: Callable[..., Answer] = Inputs.answer
+) -> list[Answer]:
     return [
-        inputs.answer(dtype),
+        answer(inputs, dtype),
         *(
-            inputs.answer(dtype, functools.partial(dense_by_formula, seed=seed))
+            answer(inputs, dtype, functools.partial(dense_by_formula, seed=seed))
             for seed in range(3)
         ),
     ]
@@ -82,23 +85,145 @@ def test_one_rank_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> No
     floor = 1e-12 if dtype == torch.float64 else torch.finfo(torch.float32).eps
     wrong = complaints(got, inputs.answer(torch.float64), plain_answers(inputs, dtype), floor)
     q, k, v = (t.cuda() for t in (inputs.q, inputs.k, inputs.v))
-    kernel = longspan.which_kernel(q, k, v, softcap=case.softcap)
+    kernel = longspan.which_kernel(q, k, v, mask=inputs.masks, softcap=case.softcap)
     assert not wrong, "\n".join([kernel, *wrong])
 
 
-def test_flash_runs_where_it_can() -> None:
-    def which(dtype: torch.dtype, dim: int = 64, value_dim: int = 64, **options: Any) -> str:
-        q = torch.zeros(1, 2, 32, dim, dtype=dtype, device="cuda")
-        v = torch.zeros(1, 2, 32, value_dim, dtype=dtype, device="cuda")
-        return longspan.which_kernel(q, q, v, **options)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="cuDNN is used on Hopper only")
 
-    assert which(torch.bfloat16) == "flash"
-    assert which(torch.float16, 256, 256) == "flash"
+
+def which(
+    dtype: torch.dtype, dim: int = 64, value_dim: int = 64, tokens: int = 32, **options: Any
+) -> str:
+    q = torch.zeros(1, 2, tokens, dim, dtype=dtype, device="cuda")
+    v = torch.zeros(1, 2, tokens, value_dim, dtype=dtype, device="cuda")
+    return longspan.which_kernel(q, q, v, **options)
+
+
+def test_flash_runs_where_it_can() -> None:
+    assert which(torch.bfloat16).startswith("flash, not cudnn: ")
+    assert which(torch.float16, 256, 256).startswith("flash, not cudnn: ")
     no = "blocked, not flash: "
     assert which(torch.float32) == no + "it has no float32 and no float64"
     assert which(torch.bfloat16, 192, 128) == no + "keys have 192 channels but values 128"
     assert which(torch.bfloat16, 12, 12) == no + "12 channels; it has multiples of 8 up to 256"
     assert which(torch.bfloat16, softcap=3.0) == no + "it has no softcap"
+
+
+@needs_hopper
+def test_cudnn_runs_where_it_can() -> None:
+    long = functools.partial(which, torch.bfloat16, tokens=2048)
+    stream = Packing.single(2048)
+    assert long() == "cudnn"
+    assert long(mask=Mask.full(stream)) == "cudnn"
+    assert long(192, 128) == "cudnn"
+    assert which(torch.float16, 128, 128, 1024) == "cudnn"
+    no = "flash, not cudnn: "
+    assert long(mask=Mask.sliding(stream, 100)) == no + "it takes no windows"
+    assert which(torch.bfloat16, tokens=2000) == (
+        no + "2000 queries and 2000 keys; it is used for multiples of 128 from 1024 on"
+    )
+    assert long(256, 256) == (
+        no + "256 and 256 channels; it has multiples of 8 up to 128, and 192 with 128"
+    )
+    assert long(mask=Mask.causal(Packing.of([1024, 700, 324]))) == (
+        "cudnn, and flash for 2 of 3 parts: "
+        "700 queries and 700 keys; it is used for multiples of 128 from 1024 on"
+    )
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert long() == no + "it is off in torch.backends.cuda"
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert long() == no + "its gradients are not deterministic"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+CUDNN = [
+    Case("cudnn_causal", Packing.single(4096), heads=4, key_heads=1, dim=128, value_dim=128),
+    Case("cudnn_full", Packing.single(2048), one(Mask.full), rows=2, heads=4, key_heads=4,
+         dim=64, value_dim=64),
+    Case("cudnn_packed", Packing.single(4096), heads=4, key_heads=2, dim=128, value_dim=128,
+         sink="usual", packed=True),
+    Case("cudnn_rows", Packing.single(2048), lambda p: [Mask.causal(p), Mask.full(p)], rows=2,
+         heads=2, key_heads=2, dim=96, value_dim=96),
+    Case("cudnn_different_dims", Packing.single(2048), heads=4, key_heads=2, dim=192,
+         value_dim=128),
+    Case("cudnn_and_flash", Packing.of([1280, 300, 1024], [1280, 768, 1024]), heads=4,
+         key_heads=2, dim=128, value_dim=128),
+]  # fmt: skip
+
+
+def answer_on_cuda(
+    inputs: Inputs, dtype: torch.dtype, how: Callable[..., Answer] = dense_attention
+) -> Answer:
+    """The oracle where it is fast; its answer is brought back."""
+    there = on_cuda(inputs)
+    visible = visible_pairs(inputs.masks, inputs.case.rows).cuda()
+    answer = how(
+        there.q, there.k, there.v, there.dout, visible,
+        scale=there.scale, softcap=there.case.softcap, sink=there.sink, dtype=dtype,
+    )  # fmt: skip
+    return Answer(*(None if part is None else part.cpu() for part in answer))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CUDNN, ids=lambda case: case.name)
+def test_cudnn_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> None:
+    inputs = Inputs.of(case, case.packing, dtype)
+    q, k, v = (t.cuda() for t in (inputs.q, inputs.k, inputs.v))
+    kernel = longspan.which_kernel(q, k, v, mask=inputs.masks)
+    assert kernel.startswith("cudnn, and flash" if case.name == "cudnn_and_flash" else "cudnn")
+    owners = Ownership.contiguous(case.packing.tokens, 1)
+    got = attend_on_cuda(Group(), on_cuda(inputs), owners, ("ring", 0))
+    truth = answer_on_cuda(inputs, torch.float64)
+    plain = plain_answers(inputs, dtype, answer_on_cuda)
+    wrong = complaints(got, truth, plain, torch.finfo(torch.float32).eps)
+    assert not wrong, "\n".join([kernel, *wrong])
+
+
+@needs_hopper
+def test_cudnn_takes_tensors_however_they_lie() -> None:
+    """Plans are kept by the strides of q, k and v: those of others must not
+    matter. One plan after another, in one thread."""
+    torch.manual_seed(0)
+    tokens, heads, dim = 1024, 4, 64
+    base = [torch.randn(1, heads, tokens, dim, device="cuda").bfloat16() for _ in range(4)]
+
+    def tokens_first(t: torch.Tensor) -> torch.Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def inside(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, t, t], 3)[..., dim : 2 * dim]
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t.new_zeros(3), t.flatten()])[3:].view(t.shape)
+
+    def run(ways: list[Callable[[torch.Tensor], torch.Tensor]]) -> list[torch.Tensor]:
+        q, k, v, dout = (way(t) for way, t in zip(ways, base, strict=True))
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = longspan.attend(*leaves)
+        assert isinstance(out, torch.Tensor)
+        out.backward(dout)
+        return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+    def plain(t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    expected = run([plain] * 4)
+    for ways in (
+        [tokens_first] * 4, [plain, plain, plain, tokens_first],
+        [tokens_first, tokens_first, tokens_first, plain], [inside] * 4, [shifted] * 4,
+        [plain, inside, tokens_first, shifted], [plain] * 4,
+    ):  # fmt: skip
+        for got, truth in zip(run(ways), expected, strict=True):
+            apart = (got.float() - truth.float()).norm() / truth.float().norm()
+            assert apart < 5e-3, [way.__name__ for way in ways]
 
 
 RUNS = [
@@ -111,45 +236,60 @@ RUNS = [
 
 
 def case_named(name: str) -> Case:
-    return next(case for case in [*CASES, *LARGE] if case.name == name)
+    return next(case for case in [*CASES, *LARGE, *CUDNN] if case.name == name)
 
 
-def rank_main(rank: int, ranks: int, folder: str) -> None:
+LONG_RUNS = [("cudnn_causal", torch.bfloat16), ("cudnn_packed", torch.float16)]
+
+
+def plans(packing: Packing, ranks: int, long: bool) -> list[tuple[str, Ownership, tuple[str, int]]]:
+    owned = ownerships(packing, ranks)
+    return [
+        (name, owners, strategy)
+        for name, owners in owned.items()
+        for strategy in test_attend.strategies(ranks)
+        if not long or name in ("contiguous", "head-tail")
+    ]
+
+
+def rank_main(rank: int, ranks: int, folder: str, long: bool) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     group = Group.from_environment()
     answers = []
-    for name, dtype in RUNS:
+    for name, dtype in LONG_RUNS if long else RUNS:
         case = case_named(name)
         packing = case.fitted(2 * ranks)
         inputs = on_cuda(Inputs.of(case, packing, dtype))
-        for owners in ownerships(packing, ranks).values():
-            for strategy in test_attend.strategies(ranks):
-                answers.append(tuple(attend_on_cuda(group, inputs, owners, strategy)))
+        for _, owners, strategy in plans(packing, ranks, long):
+            answers.append(tuple(attend_on_cuda(group, inputs, owners, strategy)))
     torch.save(answers, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_share_a_device_give_the_one_rank_answer(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "long"), [(2, False), (3, False), pytest.param(2, True, marks=needs_hopper)]
+)
+def test_ranks_that_share_a_device_give_the_one_rank_answer(ranks: int, long: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (ranks, folder), nprocs=ranks)
+        torch.multiprocessing.spawn(rank_main, (ranks, folder, long), nprocs=ranks)
         parts = [torch.load(pathlib.Path(folder) / f"{rank}.pt") for rank in range(ranks)]
     wrong = []
     i = 0
-    for name, dtype in RUNS:
+    for name, dtype in LONG_RUNS if long else RUNS:
         case = case_named(name)
         packing = case.fitted(2 * ranks)
         inputs = Inputs.of(case, packing, dtype)
-        truth, plain = inputs.answer(torch.float64), plain_answers(inputs, dtype)
+        answer = answer_on_cuda if long else Inputs.answer
+        truth = answer(inputs, torch.float64)
+        plain = plain_answers(inputs, dtype, answer)
         floor = 1e-12 if dtype == torch.float64 else torch.finfo(torch.float32).eps
-        for owned, owners in ownerships(packing, ranks).items():
-            for strategy in test_attend.strategies(ranks):
-                got = joined([Answer(*part[i]) for part in parts], owners)
-                i += 1
-                for complaint in complaints(got, truth, plain, floor):
-                    wrong.append(f"{name} {strategy} over {owned}: {complaint}")
+        for owned, owners, strategy in plans(packing, ranks, long):
+            got = joined([Answer(*part[i]) for part in parts], owners)
+            i += 1
+            for complaint in complaints(got, truth, plain, floor):
+                wrong.append(f"{name} {strategy} over {owned}: {complaint}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -166,9 +306,10 @@ def test_merging_on_the_device_equals_merging_by_operators() -> None:
         torch.testing.assert_close(x.cpu(), t)
 
 
-def test_attending_on_the_device_reads_nothing_back() -> None:
-    q = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    layout = longspan.attention_layout(Ownership.contiguous(256, 1))
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_attending_on_the_device_reads_nothing_back(tokens: int) -> None:
+    q = torch.randn(2, 4, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layout = longspan.attention_layout(Ownership.contiguous(tokens, 1))
     longspan.attend(q, q, q, layout=layout).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

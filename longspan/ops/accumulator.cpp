@@ -1,0 +1,159 @@
+#include "longspan/ops/accumulator.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "longspan/core/token_range.h"
+
+namespace longspan {
+
+namespace {
+
+/// Bytes that may wait, in units of the whole in half precision. Attention runs
+/// in the forward pass, where there is room: all steps of 8 ranks. Gradients
+/// run where most memory is in use; twice as many would save a tenth.
+constexpr int64_t kAttentionWaits = 8, kSumWaits = 4;
+
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+PartialAttention box(const PartialAttention& whole, int64_t row, int64_t rows,
+                     int64_t token, int64_t tokens) {
+  const auto cut = [&](const at::Tensor& tensor) {
+    return tensor.defined()
+               ? tensor.narrow(0, row, rows).narrow(1, token, tokens)
+               : tensor;
+  };
+  return {cut(whole.out), cut(whole.lse)};
+}
+
+void fold_in_place(PartialAttention here, const PartialAttention& part) {
+  if (here.lse.defined()) {
+    here.add(part);
+    return;
+  }
+  const PlacedPart placed{.part = part};
+  if (!fold_on_device(&here, {&placed, 1}, here)) here.out.add_(part.out);
+}
+
+}  // namespace
+
+Accumulator::Accumulator(Kind kind, at::IntArrayRef sizes,
+                         const at::TensorOptions& options, MemoryOrder order)
+    : kind_(kind), sizes_(sizes.vec()), options_(options), order_(order) {}
+
+Accumulator Accumulator::sum_in(at::Tensor memory) {
+  Accumulator made(Kind::sum, memory.sizes(), memory.options());
+  made.memory_ = std::move(memory);
+  return made;
+}
+
+PartialAttention Accumulator::empty(at::ScalarType dtype) const {
+  const auto tensor = [&](at::IntArrayRef sizes, at::ScalarType type) {
+    if (order_ == MemoryOrder::tokens_first) {
+      return at::empty(sizes, options_.dtype(type));
+    }
+    auto heads_first = sizes.vec();
+    std::swap(heads_first[1], heads_first[2]);
+    return at::empty(heads_first, options_.dtype(type)).transpose(1, 2);
+  };
+  const auto sums = c10::typeMetaToScalarType(options_.dtype());
+  PartialAttention made;
+  made.out =
+      memory_.defined() && dtype == sums ? memory_ : tensor(sizes_, dtype);
+  if (kind_ == Kind::attention) {
+    made.lse = tensor(at::IntArrayRef(sizes_).slice(0, 3), sums);
+  }
+  return made;
+}
+
+void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
+  const auto sizes = part.out.sizes();
+  if (part.out.numel() == 0) return;
+  // A part about a few tokens is folded where it belongs; waiting for others
+  // would have all tokens visited for it.
+  const bool broad =
+      part.out.is_cuda() && sizes[0] == sizes_[0] && 2 * sizes[1] >= sizes_[1];
+  if (!broad) {
+    fold_in_place(box(sums(), row, sizes[0], token, sizes[1]), part);
+    return;
+  }
+  const auto bytes = static_cast<int64_t>(part.out.nbytes());
+  const int64_t most =
+      (kind_ == Kind::attention ? kAttentionWaits : kSumWaits) * 2 *
+      c10::multiply_integers(sizes_);
+  if (!waiting_.empty() &&
+      (waiting_bytes_ + bytes > most || waiting_.size() == kMostFolded ||
+       waiting_.front().part.out.dtype() != part.out.dtype())) {
+    fold_waiting();
+  }
+  waiting_.push_back({std::move(part), token});
+  waiting_bytes_ += bytes;
+}
+
+void Accumulator::fold_waiting() {
+  if (!sums_) {
+    PartialAttention made = empty(c10::typeMetaToScalarType(options_.dtype()));
+    const bool done =
+        !waiting_.empty() && fold_on_device(nullptr, waiting_, made);
+    if (done) {
+      forget_waiting();
+    } else {
+      made.out.zero_();
+      if (made.lse.defined()) made.lse.fill_(kMinusInfinity);
+    }
+    sums_ = std::move(made);
+  }
+  if (waiting_.empty()) return;
+  TokenRange reach{sizes_[1], 0};
+  for (const auto& [part, token] : waiting_) {
+    reach.begin = std::min(reach.begin, token);
+    reach.end = std::max(reach.end, token + part.out.size(1));
+  }
+  std::vector<PlacedPart> parts = waiting_;
+  for (PlacedPart& placed : parts) placed.token -= reach.begin;
+  const PartialAttention here =
+      box(*sums_, 0, sizes_[0], reach.begin, reach.size());
+  PartialAttention into = here;
+  // Logs in other memory spare the kernel's threads waiting for one another.
+  if (here.lse.defined() && reach.size() == sizes_[1]) {
+    into.lse = at::empty_like(here.lse);
+  }
+  if (fold_on_device(&here, parts, into)) {
+    if (reach.size() == sizes_[1]) sums_->lse = into.lse;
+  } else {
+    for (const auto& [part, token] : parts) {
+      fold_in_place(box(here, 0, sizes_[0], token, part.out.size(1)), part);
+    }
+  }
+  forget_waiting();
+}
+
+void Accumulator::forget_waiting() {
+  waiting_.clear();
+  waiting_bytes_ = 0;
+}
+
+PartialAttention& Accumulator::sums() {
+  if (!sums_ || !waiting_.empty()) fold_waiting();
+  return *sums_;
+}
+
+PartialAttention Accumulator::finish(at::ScalarType dtype) {
+  if (!waiting_.empty()) {
+    PartialAttention& first = waiting_.front().part;
+    if (!sums_ && waiting_.size() == 1 && first.out.scalar_type() == dtype &&
+        first.out.size(1) == sizes_[1]) {
+      return std::move(first);
+    }
+    PartialAttention made = empty(dtype);
+    if (fold_on_device(sums_ ? &*sums_ : nullptr, waiting_, made)) return made;
+  }
+  const PartialAttention& all = sums();
+  return {all.out.to(dtype), all.lse};
+}
+
+}  // namespace longspan

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "longspan/ops/fold.h"
+#include "longspan/ops/partial_attention.h"
+
+namespace longspan {
+
+enum class MemoryOrder { tokens_first, heads_first };
+
+/// What parts come to: attention over different keys, merged by its logs, or
+/// gradients, added up. [rows, tokens, heads, channels].
+///
+/// On CUDA memory is what this costs, so the fewest passes are made: nothing is
+/// filled with zeros first, some parts wait and are folded together, the last
+/// ones straight into the result, and a single part that says everything is the
+/// result. Sums have the accumulation type and are made when they are needed.
+/// The order of additions is that of the calls: the same bits in every run.
+class Accumulator {
+ public:
+  enum class Kind { attention, sum };
+
+  /// Over nothing. `options` tell the accumulation type and the device.
+  Accumulator(Kind kind, at::IntArrayRef sizes,
+              const at::TensorOptions& options,
+              MemoryOrder order = MemoryOrder::tokens_first);
+
+  /// A sum of nothing that will be kept in `memory`, whatever that holds now.
+  static Accumulator sum_in(at::Tensor memory);
+
+  /// Takes a part in any floating type: about the tokens from `token` on, of
+  /// the rows from `row` on. Nobody may write to it any more. Gradients have
+  /// no lse.
+  void add(PartialAttention part, int64_t row = 0, int64_t token = 0);
+
+  /// Everything so far, for those who fold in place: the accumulation type,
+  /// 0 and -inf where nothing is known. `lse` is undefined for a sum.
+  PartialAttention& sums();
+
+  /// The result, its output in this type; nothing may be added after it. Memory
+  /// lies in the order asked for, unless a single part was all.
+  PartialAttention finish(at::ScalarType dtype);
+
+ private:
+  PartialAttention empty(at::ScalarType dtype) const;
+  void fold_waiting();
+  void forget_waiting();
+
+  Kind kind_;
+  std::vector<int64_t> sizes_;
+  at::TensorOptions options_;
+  MemoryOrder order_;
+  at::Tensor memory_;
+  std::optional<PartialAttention> sums_;
+  std::vector<PlacedPart> waiting_;
+  int64_t waiting_bytes_ = 0;
+};
+
+}  // namespace longspan
