@@ -68,7 +68,7 @@ def kernel_name() -> str:
     return longspan.which_kernel(q, q, q)
 
 
-def report(rows: Sequence[Row], title: str, threads: str) -> str:
+def report(rows: Sequence[Row], title: str, threads: str, command: str = "make bench") -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
@@ -76,7 +76,7 @@ def report(rows: Sequence[Row], title: str, threads: str) -> str:
         f"# {title}",
         "",
         f"- date: {datetime.date.today()}, commit: {commit}",
-        f"- command: `make bench`, {threads}, {cpu_name()}, kernels: {kernel_name()}",
+        f"- command: `{command}`, {threads}, {cpu_name()}, kernels: {kernel_name()}",
         f"- versions: torch {torch.__version__}, Python {platform.python_version()}, "
         f"longspan {longspan.__version__}",
         "",

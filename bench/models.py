@@ -6,21 +6,17 @@ plain model, and what a rank keeps for backward.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from run import in_turns, report
+from harness import Part, Row, in_turns, main
 
 import longspan
 from longspan import Group
 
-Row = dict[str, Any]
 LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 TOKENS = 2048
 RANKS, LONG = 8, 65536
@@ -34,6 +30,7 @@ def llama(**options: Any) -> Any:
 
 def layer_rows() -> list[Row]:
     """The same model twice, one of them parallelized over one rank."""
+    torch.set_num_threads(2)
     plain, ours = llama(**LAYER), llama(**LAYER)
     longspan.parallelize(ours)
     ids = torch.randint(0, 256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -57,7 +54,7 @@ def layer_rows() -> list[Row]:
     mine, theirs = in_turns(our_step, their_step, rounds=15)
     return [
         {
-            "work": f"a Llama layer, {TOKENS} tokens, fp32 fwd+bwd, shard included, one rank",
+            "work": f"a Llama layer, {TOKENS} tokens, fp32 fwd+bwd, shard included, 2 threads",
             "right": right,
             "ours": f"{mine:.0f} ms",
             "other": f"plain transformers, sdpa: {theirs:.0f} ms",
@@ -117,26 +114,11 @@ def memory_rows() -> list[Row]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", type=pathlib.Path)
-    parser.add_argument("--save", type=pathlib.Path, help="also write the table here")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    options = parser.parse_args()
+def parts(_: pathlib.Path) -> list[Part]:
     transformers.logging.set_verbosity_error()
-    rows: list[Row] = []
-    parts: list[Callable[[], list[Row]]] = [layer_rows, memory_rows]
-    for part in parts:
-        rows += part()
-    title = "Models under context parallelism"
-    text = report(
-        rows, title, f"{torch.get_num_threads()} threads, transformers {transformers.__version__}"
-    )
-    print(json.dumps(rows, indent=1) if options.json else text)
-    if options.save:
-        options.save.write_text(text)
-    return 0 if all(r["right"] for r in rows) else 1
+    return [layer_rows, memory_rows]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    versions = f"threads as it says, transformers {transformers.__version__}"
+    sys.exit(main(__doc__, "Models under context parallelism", versions, parts))

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from run import report
+from harness import report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import longspan
@@ -313,8 +313,7 @@ def main() -> int:
         rows += memory_rows(shape, whole)
     else:
         kernel = device = "cpu"
-    text = report(rows, "One rank's share of a ring, without the wire", device)
-    text = text.replace("`make bench`", "`make bench-cuda`")
+    text = report(rows, "One rank's share of a ring, without the wire", device, "make bench-cuda")
     text += (
         f"\n{shape.tokens} tokens on one rank, {shape.tokens // shape.ranks} in a share; forward "
         f"and backward; {shape.heads} heads and {shape.key_heads} key heads of {shape.dim} "
