@@ -64,8 +64,10 @@ def cpu_name() -> str:
 
 
 def kernel_name() -> str:
+    """Of float32 and of bfloat16."""
     q = torch.zeros(1, 1, 1, 1)
-    return longspan.which_kernel(q, q, q)
+    names = [longspan.which_kernel(t, t, t) for t in (q, q.bfloat16())]
+    return " and ".join(dict.fromkeys(name.split(",")[0] for name in names))
 
 
 def report(rows: Sequence[Row], title: str, threads: str, command: str = "make bench") -> str:

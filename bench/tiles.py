@@ -107,9 +107,9 @@ def window_rows() -> list[Row]:
 
 def parts() -> list[Part]:
     causal: list[Part] = []
-    for dtype, wanted in ((torch.float32, 1.0), (torch.bfloat16, None)):
+    for dtype in (torch.float32, torch.bfloat16):
         for threads in range(1, min(2, os.cpu_count() or 1) + 1):
-            causal.append(lambda d=dtype, t=threads, w=wanted: causal_rows(d, t, w))  # type: ignore[misc]
+            causal.append(lambda d=dtype, t=threads: causal_rows(d, t, 1.0))  # type: ignore[misc]
     return [*causal, packed_rows, window_rows]
 
 

@@ -96,8 +96,8 @@ const AttentionKernels& attention_kernels_named(std::string_view name,
 /// LONGSPAN_CPU_KERNEL names, which is read once, or the best. Throws as above.
 const AttentionKernels& chosen_attention_kernels();
 
-/// Whose code runs for elements of a type, and why none better: "avx512", "avx2,
-/// not avx512: this CPU has no AVX-512", "portable, not avx512:
+/// Whose code runs for elements of a type, and why none better: "avx512",
+/// "avx2, not avx512: this CPU has no AVX-512", "portable, not avx512:
 /// LONGSPAN_CPU_KERNEL asks for portable".
 std::string describe_chosen_kernels(ElementType type);
 
