@@ -33,6 +33,11 @@ demo: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) examples/layouts.py --out build/demo
 	@echo
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) examples/attention.py
+	@echo
+	@if $(PYTHON) -c 'import transformers' 2>/dev/null; then \
+	  PYTHONPATH=$(BUILD)/python OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTHON) -m torch.distributed.run \
+	    --standalone --nproc-per-node 2 examples/hf_finetune.py --cp 2 --steps 4; \
+	else echo "without transformers no model is trained here"; fi
 
 lint: setup
 	@tools/lint $(PYTHON) check

@@ -51,7 +51,7 @@ def pretrained(args: argparse.Namespace) -> Any:
     """The same parameters on every rank: read, or drawn from one seed."""
     torch.manual_seed(0)
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model)
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **tiny, **heads))
@@ -69,17 +69,17 @@ def tokens_of(args: argparse.Namespace) -> list[list[int]]:
 def batches(documents: list[list[int]], length: int, rows: int) -> Any:
     """Rows of whole and cut documents one after the other, over and over; positions
     that restart say where documents begin."""
-    ids = [token for document in documents for token in document]
-    positions = [i for document in documents for i in range(len(document))]
+    ids = torch.tensor([token for document in documents for token in document])
+    positions = torch.tensor([i for document in documents for i in range(len(document))])
     at = 0
     while True:
         chosen = torch.arange(at, at + rows * length) % len(ids)
         at += rows * length
-        batch = torch.tensor(ids)[chosen].view(rows, length)
+        batch = ids[chosen].view(rows, length)
         yield {
             "input_ids": batch,
             "labels": batch.clone(),
-            "position_ids": torch.tensor(positions)[chosen].view(rows, length),
+            "position_ids": positions[chosen].view(rows, length),
         }
 
 
@@ -115,12 +115,14 @@ def main() -> None:
     )
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    dtype = getattr(torch, args.dtype)
     documents = tokens_of(args)
     rows = args.rows // replicas
     stream = batches(documents, args.length, args.rows)
     if world.rank() == 0 and not args.json:
-        print(longspan.explain(model, next(batches(documents, args.length, rows)), group))
-    model = sharded(model, mesh, getattr(torch, args.dtype))
+        batch = next(batches(documents, args.length, rows))
+        print(longspan.explain(model, batch, group, dtype=dtype))
+    model = sharded(model, mesh, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
     longspan.seed_ranks(0, group, replica)
 
@@ -128,7 +130,8 @@ def main() -> None:
         whole = next(stream)
         batch = {key: value[replica * rows :][:rows].to(device) for key, value in whole.items()}
         local = longspan.shard(batch, group, model=model)
-        loss = model(**local).loss
+        with torch.autocast(device, dtype, enabled=mesh is None and dtype != torch.float32):
+            loss = model(**local).loss
         loss.backward()
         longspan.sum_gradients(model, group)
         norm = longspan.clip_grad_norm(model, 1.0, group)

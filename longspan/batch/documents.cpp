@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -82,6 +83,32 @@ std::vector<RowDocument> documents_from_lengths(
     } else {
       documents.back().slot.end = here.end;
     }
+  }
+  return documents;
+}
+
+/// The documents of one row from where they begin and end, as collators for
+/// attention with offsets give them: 0, ..., length.
+std::vector<RowDocument> documents_from_offsets(const NamedTensors& batch,
+                                                int64_t rows, int64_t length) {
+  const at::Tensor offsets = find_tensor(batch, "cu_seq_lens_q");
+  check(is_integral(offsets) && offsets.dim() == 1 && rows == 1,
+        "read_rows: `cu_seq_lens_q` is ", describe(offsets), " beside ", rows,
+        " rows; expected integers [documents + 1] of one row");
+  check_has_values("cu_seq_lens_q", offsets);
+  const at::Tensor keys = find_tensor(batch, "cu_seq_lens_k");
+  check(!keys.defined() || keys.equal(offsets),
+        "read_rows: `cu_seq_lens_k` is not `cu_seq_lens_q`; queries and keys "
+        "are the same tokens here");
+  const std::vector<int64_t> ends = host_list(offsets);
+  check(std::ranges::is_sorted(ends) && !ends.empty() && ends.front() == 0 &&
+            ends.back() == length,
+        "read_rows: `cu_seq_lens_q` does not ascend from 0 to the ", length,
+        " tokens of the row");
+  std::vector<RowDocument> documents;
+  for (std::size_t i = 0; i + 1 < ends.size(); ++i) {
+    const TokenRange range{ends[i], ends[i + 1]};
+    documents.push_back({0, range, range});
   }
   return documents;
 }
@@ -240,6 +267,9 @@ std::vector<RowDocument> find_documents(const NamedTensors& batch, int64_t rows,
   }
   check(!padded.defined(),
         "read_rows: `seq_lens_padded` without `seq_lens`; give both");
+  if (find_tensor(batch, "cu_seq_lens_q").defined()) {
+    return documents_from_offsets(batch, rows, length);
+  }
   const at::Tensor ids = host_ids(batch, rows, length);
   std::vector<RowDocument> documents;
   if (ids.defined()) {

@@ -22,6 +22,7 @@ struct RowDocument {
 /// Where the documents of a loaded batch lie, from the first of these that is
 /// present:
 ///   seq_lens [B, P] with seq_lens_padded [B, P] or without,
+///   cu_seq_lens_q [P + 1] of one row, and cu_seq_lens_k where they are equal,
 ///   attention_mask [B, S] (non-zero = real, runs of equal numbers are
 ///     documents) or [B, 1, S, S] (bool or additive, causal),
 ///   padding_mask [B, S] (true = pad);

@@ -13,7 +13,8 @@ namespace longspan {
 
 namespace {
 
-const char* const kUsedUp[] = {"seq_lens", "seq_lens_padded", "attention_mask"};
+const char* const kUsedUp[] = {"seq_lens", "seq_lens_padded", "attention_mask",
+                               "cu_seq_lens_q", "cu_seq_lens_k"};
 
 /// Whether the entries lie in plain memory, one beside the other.
 bool is_dense(const at::Tensor& tensor) {

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from longspan import _C
+from longspan.agreement import Agreement
 from longspan.collectives import all_gather_tokens
-from longspan.group import Group, agree
+from longspan.group import Group
 
 #: Where `shard` puts how a model's layers attend to this batch.
 KEYWORD = "longspan"
 _SENTINEL = -1000
+#: Of the whole stream, for attention functions; a share has others.
+_FOR_FLASH = ("max_length_q", "max_length_k")
 _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
 
 
@@ -56,11 +59,22 @@ class LocalBatch(dict[str, Any]):
     def __init__(
         self,
         entries: Mapping[str, Any],
-        layout: _C.Layout,
+        layout: _C.Layout | None = None,
         group: Group | None = None,
         as_row: bool = False,
     ) -> None:
         super().__init__(entries)
+        if layout is None:
+            # Trainers rebuild the mappings they move to a device, as type(batch)(entries).
+            attention = self.get(KEYWORD)
+            if attention is None:
+                raise TypeError(
+                    "LocalBatch: entries alone do not say how they were cut; shard makes them "
+                    "with a model, or give the layout"
+                )
+            layout, group = attention.layout, attention.group
+            as_row = attention.layout.form == "stream"
+        assert layout is not None
         self.layout = layout
         self.group = group
         self.as_row = as_row
@@ -75,6 +89,8 @@ class LocalBatch(dict[str, Any]):
 
     def copy(self) -> LocalBatch:
         return self | {}
+
+    __copy__ = copy
 
     def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
         return LocalBatch(dict(self) | dict(other), self.layout, self.group, self.as_row)
@@ -167,27 +183,23 @@ def shard(
                 "shard: with a model the ranks are those of its group, and labels are always "
                 "shifted; leave `rank`, `ranks` and `shift_labels` out"
             )
-        rows, others = read(batch, table, sentinel, pass_through)
-        rows = shifted(rows, False, ahead)
         return shard_for_model(
-            batch, rows, others, group, model, layout, ownership, multiple, check_agreement
+            batch,
+            group,
+            model,
+            layout,
+            ownership,
+            multiple,
+            lambda: shifted(*read(batch, table, sentinel, pass_through), False, ahead),
+            check_agreement,
         )
     rank, ranks = _rank_and_size(group, rank, ranks)
-    rows, others = read(batch, table, sentinel, pass_through)
-    rows = shifted(rows, shift_labels, ahead)
     over = group if isinstance(group, Group) else None
-    return share(
-        batch,
-        rows,
-        others,
-        rank,
-        ranks,
-        "head-tail" if layout is None else layout,
-        ownership,
-        multiple,
-        over,
-        check_agreement,
-    )
+    with Agreement("shard", over, check_agreement) as agreement:
+        rows, others = read(batch, table, sentinel, pass_through)
+        rows, others = shifted(rows, others, shift_labels, ahead)
+        name = "head-tail" if layout is None else layout
+        return share(batch, rows, others, rank, ranks, name, ownership, multiple, over, agreement)
 
 
 def shard_chunks(
@@ -208,13 +220,15 @@ def shard_chunks(
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
     rank, ranks = _rank_and_size(group, rank, ranks)
-    rows, others = read(batch, table, sentinel, pass_through)
-    rows = shifted(rows, shift_labels, ahead)
     over = group if isinstance(group, Group) else None
-    return [
-        share(batch, chunk, others, rank, ranks, layout, None, multiple, over, check_agreement)
-        for chunk in _C.chunks(rows, num_chunks)
-    ]
+    with Agreement("shard_chunks", over, check_agreement) as agreement:
+        rows, others = read(batch, table, sentinel, pass_through)
+        rows, others = shifted(rows, others, shift_labels, ahead)
+        parts = _C.chunks(rows, num_chunks)
+        return [
+            share(batch, part, others, rank, ranks, layout, None, multiple, over, agreement)
+            for part in parts
+        ]
 
 
 def unshard(
@@ -332,7 +346,7 @@ def read(
     others = {
         key: value
         for key, value in batch.items()
-        if not isinstance(value, torch.Tensor) and value is not None
+        if not isinstance(value, torch.Tensor) and value is not None and key not in _FOR_FLASH
     }
     table = _C.TokenTable() if table is None else table
     _check_tensors(others, table, pass_through)
@@ -355,9 +369,11 @@ def _check_tensors(
 
 def shifted(
     rows: _C.RowBatch,
+    others: dict[str, Any],
     shift_labels: bool,
     ahead: Mapping[str, tuple[str, int]] | None,
-) -> _C.RowBatch:
+) -> tuple[_C.RowBatch, dict[str, Any]]:
+    """What was read, with labels shifted and tensors of tokens further on."""
     if shift_labels:
         rows = _C.shift_left(rows, "labels", "labels")
     for name, what in (ahead or {}).items():
@@ -366,7 +382,7 @@ def shifted(
         if name in dict(rows.tokens) or name in _ADDED:
             raise ValueError(f"shard: ahead would replace '{name}'; choose another name")
         rows = _C.shift_left(rows, what[0], name, what[1])
-    return rows
+    return rows, others
 
 
 def share(
@@ -379,9 +395,11 @@ def share(
     ownership: _C.Ownership | None,
     multiple: int,
     group: Group | None,
-    check_agreement: bool,
+    agreement: Agreement,
+    also: Mapping[str, Any] | None = None,
 ) -> LocalBatch:
-    """One rank's share of rows that were read; `layout` as in `shard`."""
+    """One rank's share of rows that were read; `layout` as in `shard`. `also` holds
+    what else the ranks should agree on."""
     if ownership is None:
         cut = _cut_named("shard", layout)
         to = _C.padding_for(cut.kind, cut.form, ranks, multiple)
@@ -399,13 +417,12 @@ def share(
         packed = _C.pack(rows, form)
         if ownership.tokens > packed.tokens > 0:
             packed = _C.pad(packed, 1, ownership.tokens)
-    if group is not None and check_agreement and group.size() > 1:
-        agree(
-            group,
-            dict(rows.tokens)
-            | {"layout": layout, "ownership": ownership}
-            | {"documents": repr([_C.hash_of(p) for p in packed.packings])},
-        )
+    agreement.compare(
+        dict(rows.tokens)
+        | {"layout": layout, "ownership": ownership}
+        | {"documents": repr([_C.hash_of(p) for p in packed.packings])}
+        | dict(also or {})
+    )
     local = _C.shard(packed, ownership, rank)
     made = dict(local.tokens)
     kept = dict(local.payload) | dict(others)

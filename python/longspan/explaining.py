@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from longspan import _C, transformers_models
+from longspan.agreement import Agreement
 from longspan.attention import plan, which_kernel
 from longspan.batch import LocalBatch, read
 from longspan.group import Group
@@ -89,18 +90,20 @@ def explain(
     *,
     strategy: str = "ring",
     ownership: str | _C.Ownership = "head-tail",
+    dtype: torch.dtype | None = None,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
 
     `batch` is what a collator gives, or what `shard` made of it. A model that is not
     parallelized yet is explained as `parallelize` would set it up with `group`,
-    `strategy` and `ownership`.
+    `strategy` and `ownership`. `dtype` is what attention will compute in where a
+    wrapper casts (FSDP2's policy); by default autocast's, or the parameters'.
     """
     state = find_state(model)
     if state is None:
         ranks = Group() if group is None else Group.of(group)
-        layers = transformers_models.attention_layers(model)
+        layers = transformers_models.attention_layers(model, ranks.size())
         state = Parallelized(ranks, strategy, ownership, layers)
     else:
         check_group("explain", state, group)
@@ -108,13 +111,14 @@ def explain(
         layout = batch.layout
     else:
         rows, others = read(batch)
-        made = shard_for_layers(batch, rows, others, state, None, None, 1, check_agreement=False)
+        made = shard_for_layers(
+            batch, rows, others, state, None, None, 1, Agreement("explain", None)
+        )
         layout = made.layout
-    dtypes = _dtypes(model)
+    dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(
-        _cost(layer, state, layout, dtypes.get(layer.name, torch.float32), device)
-        for layer in state.layers
+        _cost(layer, state, layout, dtype or dtypes[layer.name], device) for layer in state.layers
     )
     return Explanation(layout.rank, layout.ranks, layout.local_tokens, costs)
 
@@ -172,7 +176,7 @@ def _cost(
 def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     """In which type each module computes: autocast's, or that of its parameters."""
     device = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
         return {name: autocast for name, _ in model.named_modules()}
     return {

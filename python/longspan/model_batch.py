@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from longspan import _C, transformers_models
+from longspan.agreement import Agreement
 from longspan.batch import KEYWORD, LocalBatch, share
 from longspan.group import Group
 from longspan.models import LocalAttention, Parallelized, state_of
@@ -19,22 +20,21 @@ _NOT_FOR_MODELS = ("padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqle
 
 def shard_for_model(
     batch: Mapping[str, Any],
-    rows: _C.RowBatch,
-    others: Mapping[str, Any],
     group: Any,
     model: torch.nn.Module,
     layout: str | None,
     ownership: _C.Ownership | None,
     multiple: int,
+    read_rows: Callable[[], tuple[_C.RowBatch, dict[str, Any]]],
     check_agreement: bool,
 ) -> LocalBatch:
     """One rank's share of a batch, for ``model(**local)``."""
     state = state_of("shard", model)
     check_group("shard", state, group)
-    transformers_models.check_batch(model, batch)
-    return shard_for_layers(
-        batch, rows, others, state, layout, ownership, multiple, check_agreement
-    )
+    with Agreement("shard", state.group, check_agreement) as agreement:
+        transformers_models.check_batch(model, batch)
+        rows, others = read_rows()
+        return shard_for_layers(batch, rows, others, state, layout, ownership, multiple, agreement)
 
 
 def shard_for_layers(
@@ -45,12 +45,17 @@ def shard_for_layers(
     layout: str | None,
     ownership: _C.Ownership | None,
     multiple: int,
-    check_agreement: bool,
+    agreement: Agreement,
 ) -> LocalBatch:
     """The same, for whatever has such layers."""
     ranks = state.group
     layout, ownership = _cut_of(state, layout, ownership)
     rows, targets = _with_targets(rows)
+    divisor = batch.get("num_items_in_batch")
+    also = {
+        "strategy": state.strategy,
+        "num_items_in_batch": None if divisor is None else float(divisor),
+    }
     local = share(
         batch,
         rows,
@@ -61,14 +66,17 @@ def shard_for_layers(
         ownership,
         multiple,
         ranks,
-        check_agreement,
+        agreement,
+        also,
     )
     _check_shares(local.layout)
     for key in _NOT_FOR_MODELS:
         local.pop(key, None)
     if local.layout.form == "stream":
         for key in dict(rows.tokens).keys() & local.keys() | {"position_ids"}:
-            local[key] = local[key].unsqueeze(0)
+            # [T, ...], or [planes, T]
+            planes = key == "position_ids" and local[key].dim() == 2
+            local[key] = local[key].unsqueeze(1 if planes else 0)
         local.as_row = True
     if targets is not None:
         local.setdefault("labels", local["shift_labels"])
@@ -83,6 +91,8 @@ def check_group(who: str, state: Parallelized, group: Any) -> None:
     if group is None:
         return
     given = Group.of(group)
+    if given.size() == state.group.size() == 1:
+        return
     if (given.name, given.rank(), given.size()) != (
         state.group.name,
         state.group.rank(),

@@ -8,6 +8,7 @@ loss = model(**local).loss
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -52,6 +53,8 @@ class Parallelized:
     layers: list[AttentionLayer]
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+    #: Called by `restore` before.
+    before_restore: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def windows(self) -> list[int | None]:
@@ -178,21 +181,26 @@ def parallelize(
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
-    layers = transformers_models.attention_layers(model)
+    layers = transformers_models.attention_layers(model, ranks.size())
     state = Parallelized(ranks, strategy, ownership, layers)
     transformers_models.redirect(model, state)
     for owner in transformers_models.entrances(model):
         state.replace(owner, _MARK, state)
         if callable(getattr(owner, "generate", None)):
             state.replace(owner, "generate", _refuse_to_generate)
+        if callable(getattr(owner, "set_attn_implementation", None)):
+            state.replace(owner, "set_attn_implementation", _refuse_to_switch)
     return model
 
 
 def restore(model: Model) -> Model:
-    """Undoes `parallelize`; returns the same object."""
+    """Undoes `parallelize`; returns the same object. What was changed in the model's
+    configuration meanwhile stays changed."""
     state = find_state(model)
     if state is None:
         raise ValueError("restore: this model is not parallelized")
+    for call in state.before_restore:
+        call()
     for owner, attribute, value in reversed(state.undo):
         if value is _ABSENT:
             vars(owner).pop(attribute, None)
@@ -227,4 +235,11 @@ def _refuse_to_generate(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "generate: this model is parallelized, and generation decodes token by token on one "
         "rank; call longspan.restore(model) first"
+    )
+
+
+def _refuse_to_switch(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "set_attn_implementation: this model is parallelized, and another attention would see "
+        "this rank's tokens alone; call longspan.restore(model) first"
     )

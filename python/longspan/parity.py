@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan import _C
-from longspan.batch import KEYWORD, LocalBatch, read, shard, unshard
+from longspan.agreement import Agreement
+from longspan.batch import KEYWORD, LocalBatch, read, shard, shifted, unshard
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
 from longspan.model_batch import shard_for_layers
@@ -125,7 +126,8 @@ def check_parity(
         found = [compared("logits", got, expected_logits)]
         if local_loss is not None and loss is not None:
             local_loss.backward()  # type: ignore[no-untyped-call]
-            found.append(compared("loss", _mean_loss(local_loss, ranks), loss))
+            mean = _summed if KEYWORD in share else _mean_loss
+            found.append(compared("loss", mean(local_loss, ranks), loss))
             for name, parameter in _trained(model):
                 grad = parameter.grad
                 mine = torch.zeros_like(parameter) if grad is None else grad
@@ -220,10 +222,13 @@ def _whole(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any
     state = find_state(model)
     if state is None:
         return shard(batch, rank=0, ranks=1, **alone)
-    rows, others = read(batch, alone.get("table"))
+    names = ("table", "sentinel", "pass_through")
+    rows, others = read(batch, **{key: alone[key] for key in names if key in alone})
+    rows, others = shifted(rows, others, False, alone.get("ahead"))
     cut = state.ownership if isinstance(state.ownership, str) else "contiguous-rows"
     solo = Parallelized(Group.solo(), state.strategy, alone.get("layout", cut), state.layers)
-    return shard_for_layers(batch, rows, others, solo, None, None, 1, check_agreement=False)
+    nobody = Agreement("check_parity", None)
+    return shard_for_layers(batch, rows, others, solo, None, None, alone.get("multiple", 1), nobody)
 
 
 def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:

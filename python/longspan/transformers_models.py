@@ -9,6 +9,7 @@ configurations that say it. The name has no mask function, so transformers build
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +63,17 @@ def attention(
         )
     if is_causal is False:
         raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
+    window = _window(module)
+    if sliding_window is not None and sliding_window != window:
+        raise ValueError(
+            f"{type(module).__name__}: was called with a window of {sliding_window}, but says "
+            f"{window} itself; this model's windows are not understood"
+        )
     out = local.attend(
         query,
         key,
         value,
-        window=sliding_window,
+        window=window,
         scale=scaling,
         softcap=softcap,
         sink=s_aux,
@@ -75,7 +82,7 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:
     """The attention layers of a model, or an error that names what cannot be cut."""
     found = list(_pretrained(model))
     if not found:
@@ -85,6 +92,8 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
         )
     for part in found:
         _check_model(part)
+        if ranks > 1:
+            _check_rotation(part)
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
             raise NotImplementedError(
@@ -131,13 +140,25 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
             made: Any = copy.deepcopy(config, copies)
             made._attn_implementation_internal = _NAME
             ours[id(config)] = made
+            state.before_restore.append(
+                functools.partial(_keep_edits, config, made, vars(made).copy())
+            )
         state.replace(module, "config", ours[id(config)])
+
+
+def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:
+    """Writes what was changed in our copy since into the configuration it is of."""
+    for key, value in vars(ours).items():
+        if key != "_attn_implementation_internal" and (
+            key not in before or (before[key] is not value and before[key] != value)
+        ):
+            vars(original)[key] = value
 
 
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
     for part in _pretrained(model):
-        if "labels" in batch or "shift_labels" in batch:
+        if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
         if (
@@ -155,11 +176,12 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
 def _check_loss(part: PreTrainedModel) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not type(part).__name__.endswith("ForCausalLM"):
-        return
+    name = type(part).__name__
+    if "For" not in name and "LMHead" not in name:
+        return  # a decoder without a head, which makes no loss
     if part.loss_function is not ForCausalLMLoss:
         raise NotImplementedError(
-            f"shard: {type(part).__name__} has a loss of its own "
+            f"shard: {name} has a loss of its own "
             f"({getattr(part.loss_function, '__name__', part.loss_function)}), which may not take "
             f"shift_labels and num_items_in_batch; leave `labels` out and reduce the loss with "
             f"longspan.reduce_loss"
@@ -200,6 +222,18 @@ def _check_model(part: PreTrainedModel) -> None:
         )
 
 
+def _check_rotation(part: PreTrainedModel) -> None:
+    rope = getattr(part.config, "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = str(one.get("rope_type", "default"))
+        if kind == "longrope" or "dynamic" in kind:
+            raise NotImplementedError(
+                f"parallelize: {type(part).__name__} chooses its rotary frequencies by the longest "
+                f"position at hand (rope_type '{kind}'), which differs from rank to rank; give it "
+                f"a rope_type with fixed frequencies, such as 'yarn' or 'default'"
+            )
+
+
 def _layer(name: str, module: Any) -> AttentionLayer:
     config = module.config
     heads = int(config.num_attention_heads)
@@ -212,10 +246,21 @@ def _layer(name: str, module: Any) -> AttentionLayer:
         key_heads=heads // groups,
         head_dim=int(getattr(module, "qk_head_dim", head_dim)),
         value_dim=int(getattr(module, "v_head_dim", head_dim)),
-        window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
+        window=_window(module),
         softcap=getattr(module, "attn_logit_softcapping", None),
         sink=isinstance(sinks, torch.Tensor),
     )
+
+
+def _window(module: Any) -> int | None:
+    """How many keys a layer sees. Not all families hand it to the attention function:
+    some only build their masks by it."""
+    config, index = module.config, getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and index is not None and kinds[index] == "full_attention":
+        return None
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return window or None
 
 
 def _is_attention(module: Any) -> bool:

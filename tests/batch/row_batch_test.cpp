@@ -88,6 +88,11 @@ std::vector<DocumentsCase> document_cases() {
         {"attention_mask", table({{1, 0, 0, 0}})},
         {"seq_lens", table({{4}})}},
        {{0, {0, 4}, {0, 4}}}},
+      {"Offsets",
+       {{"input_ids", ids(1, 5)},
+        {"cu_seq_lens_q", at::tensor({0, 2, 5}, at::kInt)},
+        {"cu_seq_lens_k", at::tensor({0, 2, 5}, at::kInt)}},
+       {{0, {0, 2}, {0, 2}}, {0, {2, 5}, {2, 5}}}},
       {"RestartingPositions",
        {{"input_ids", ids(2, 4)},
         {"position_ids", table({{0, 1, 0, 1}, {0, 0, 1, 2}})}},
@@ -246,6 +251,28 @@ INSTANTIATE_TEST_SUITE_P(
         {"UnevenChunks",
          [] { chunks(read_rows({{"input_ids", ids(3, 2)}}), 2); },
          "chunks: 3 rows do not split into 2 equal chunks"},
+        {"OffsetsOfRows",
+         [] {
+           read_rows({{"input_ids", ids(2, 2)},
+                      {"cu_seq_lens_q", at::tensor({0, 4}, at::kInt)}});
+         },
+         "read_rows: `cu_seq_lens_q` is int32 [2] beside 2 rows; expected "
+         "integers [documents + 1] of one row"},
+        {"OffsetsThatEndEarly",
+         [] {
+           read_rows({{"input_ids", ids(1, 4)},
+                      {"cu_seq_lens_q", at::tensor({0, 3}, at::kInt)}});
+         },
+         "read_rows: `cu_seq_lens_q` does not ascend from 0 to the 4 tokens of "
+         "the row"},
+        {"OffsetsOfOtherKeys",
+         [] {
+           read_rows({{"input_ids", ids(1, 4)},
+                      {"cu_seq_lens_q", at::tensor({0, 4}, at::kInt)},
+                      {"cu_seq_lens_k", at::tensor({0, 5}, at::kInt)}});
+         },
+         "read_rows: `cu_seq_lens_k` is not `cu_seq_lens_q`; queries and keys "
+         "are the same tokens here"},
         {"NoChunks", [] { chunks(read_rows({{"input_ids", ids(3, 2)}}), 0); },
          "chunks: 0 chunks; expected at least 1"},
     }),

@@ -97,6 +97,27 @@ OTHERS: dict[str, Callable[[], Any]] = {
         num_local_experts=4,
         experts_implementation="eager",
     ),
+    # These build their masks by a window that their attention is not told.
+    "qwen2_moe": _decoder(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=_BOTH_KINDS,
+        num_experts=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        experts_implementation="eager",
+    ),
+    "phimoe": lambda: (  # in training it draws its experts
+        _decoder(
+            "PhimoeForCausalLM",
+            "PhimoeConfig",
+            sliding_window=WINDOW,
+            num_local_experts=4,
+            experts_implementation="eager",
+        )().eval()
+    ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=VOCABULARY,
@@ -213,11 +234,21 @@ def with_lengths(case: Case) -> Case:
     return Case(batch | {"seq_lens": table}, case.documents)
 
 
+def with_slots(case: Case) -> Case:
+    """Two documents with pads behind each, as `seq_lens` and `seq_lens_padded`."""
+    lengths, slots = [7, 9], [10, 13]
+    documents = (Document(0, 0, 7), Document(0, 10, 19))
+    batch = {key: value for key, value in case.batch.items() if key != "position_ids"}
+    tables = {"seq_lens": torch.tensor([lengths]), "seq_lens_padded": torch.tensor([slots])}
+    return Case(batch | tables, documents)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "one": lambda: packed([19]),
     "packed": lambda: packed([4, 9, 1, 11]),
     "rows": lambda: packed([6, 8, 9], [21, 2]),
     "lengths": lambda: with_lengths(packed([6, 8, 9], [21, 2])),
+    "slots": lambda: with_slots(packed([23])),
     "right": lambda: padded([13, 5, 17], 17, "right"),
     "left": lambda: padded([13, 5, 17], 17, "left"),
 }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from longspan.models import LocalAttention
 
 import longspan
 from longspan import Group, run_ranks
 
 pytest.importorskip("transformers")
 
-from oracle.tiny_decoders import FAMILIES, decoder, packed, padded
+from oracle.tiny_decoders import FAMILIES, OTHERS, decoder, packed, padded
 
 ROWS = ([30, 26, 8], [57, 7])
 
@@ -51,6 +53,37 @@ def test_every_layer_is_there(family: str) -> None:
         assert cost.pairs == sum(min(i + 1, window) for n in (13, 17) for i in range(n))
         assert cost.kernel
     assert model.config._attn_implementation != "longspan"  # nothing was done to it
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_layers_are_what_reaches_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = longspan.parallelize(decoder(family, torch.float32))
+    local = longspan.shard(packed([16, 8]).batch, model=model)
+    attend, found = LocalAttention.attend, []
+
+    def watched(self: LocalAttention, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+        found.append((*sizes, options["window"], options["softcap"], options["sink"] is not None))
+        return attend(self, q, k, v, **options)
+
+    monkeypatch.setattr(LocalAttention, "attend", watched)
+    model(**local)
+    said = [cost.layer for cost in longspan.explain(model, local).layers]
+    assert found == [
+        (a.heads, a.key_heads, a.head_dim, a.value_dim, a.window, a.softcap, a.sink) for a in said
+    ]
+
+
+def test_the_type_of_a_wrapper_can_be_given() -> None:
+    model, batch = decoder("llama", torch.float32), packed([16, 8]).batch
+
+    def body(group: Group) -> tuple[int, int]:
+        full = longspan.explain(model, batch, group).layers[0].sent_forward
+        half = longspan.explain(model, batch, group, dtype=torch.bfloat16).layers[0].sent_forward
+        return full, half
+
+    for full, half in run_ranks(2, body):
+        assert full == 2 * half > 0
 
 
 def test_pairs_add_up_over_ranks() -> None:

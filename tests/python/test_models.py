@@ -211,10 +211,6 @@ def test_shift_labels_and_counts_that_are_given_stay() -> None:
     local = longspan.shard(given, model=model)
     assert local["shift_labels"].equal(case.targets())
     assert local["num_items_in_batch"] == 640
-    whole = longspan.shard(case.batch, model=model)
-    count = case.batch["labels"].ne(-100).sum()
-    mean = model(**longspan.shard({**case.batch, "position_ids": None}, model=model)).loss
-    assert mean.isfinite() and whole["num_items_in_batch"] <= count
     one_document = longspan.shard({"input_ids": case.ids, "labels": case.ids}, model=model)
     given = {"input_ids": case.ids, "labels": case.ids, "num_items_in_batch": 640}
     ours = model(**longspan.shard(given, model=model)).loss * 640 / 11
@@ -238,6 +234,87 @@ def test_a_local_batch_travels_without_its_group() -> None:
     assert isinstance(again, LocalBatch) and "longspan" not in again and again.as_row
     assert (local | {"more": 1}).as_row and local.copy()["longspan"] is local["longspan"]
     assert longspan.unshard(again["input_ids"], again).equal(packed([7, 5]).ids)
+
+
+def test_documents_of_a_flattening_collator() -> None:
+    """All the forms in which transformers' own collator says where documents lie."""
+    from transformers import DataCollatorWithFlattening
+
+    model = longspan.parallelize(decoder("llama"))
+    features = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11]}]
+    forms = [{}, {"return_flash_attn_kwargs": True}]
+    forms += [{"return_flash_attn_kwargs": True, "return_position_ids": False}]
+    logits = []
+    for options in forms:
+        batch = DataCollatorWithFlattening(return_tensors="pt", **options)(features)
+        local = longspan.shard(batch, model=model)
+        assert not any(key.startswith(("cu_seq_lens", "max_length")) for key in local)
+        assert local.layout.packings[0].documents == 2
+        # The collator leaves the first token of every document out of the labels.
+        assert local["num_items_in_batch"] == 5
+        logits.append(model(**local).logits)
+    assert logits[0].equal(logits[1]) and logits[0].equal(logits[2])
+
+
+def test_trainers_rebuild_batches() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(packed([7, 5]).batch, model=model, layout="contiguous-stream")
+    moved = type(local)({key: value for key, value in local.items()})
+    assert moved.as_row and moved.layout.ownership == local.layout.ownership
+    assert model(**moved).loss == model(**copy.copy(local)).loss
+    with pytest.raises(TypeError, match="entries alone do not say how they were cut"):
+        LocalBatch({"input_ids": moved["input_ids"]})
+
+
+# ---- Ranks that were given different things, and one that refuses.
+
+
+def _error_of(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_agree_on_more_than_tensors() -> None:
+    case = packed([7, 5])
+
+    def strategies(group: Group) -> str:
+        strategy = ("ring", "gathered")[group.rank()]
+        model = longspan.parallelize(decoder("llama"), group, strategy=strategy)
+        return _error_of(lambda: longspan.shard(case.batch, group, model=model))
+
+    def divisors(group: Group) -> str:
+        model = longspan.parallelize(decoder("llama"), group)
+        batch = {**case.batch, "num_items_in_batch": 20 + group.rank()}
+        return _error_of(lambda: longspan.shard(batch, group, model=model))
+
+    def keys(group: Group) -> str:
+        model = longspan.parallelize(decoder("llama"), group)
+        batch = dict(case.batch)
+        if group.rank():
+            del batch["labels"]
+        return _error_of(lambda: longspan.shard(batch, group, model=model))
+
+    assert all("strategy" in error for error in run_ranks(2, strategies))
+    assert all("num_items_in_batch" in error for error in run_ranks(2, divisors))
+    assert all("batches with different keys" in error for error in run_ranks(2, keys))
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_a_rank_that_refuses_tells_the_others(with_model: bool) -> None:
+    case = packed([7, 5])
+
+    def body(group: Group) -> str:
+        lengths = torch.tensor([[7, 5 + 9 * group.rank()]])
+        batch = {"input_ids": case.ids, "seq_lens": lengths}
+        model = longspan.parallelize(decoder("llama"), group) if with_model else None
+        return _error_of(lambda: longspan.shard(batch, group, model=model))
+
+    first, second = run_ranks(2, body)
+    assert "a rank refused its batch and its own error says why" in first
+    assert second.startswith("read_rows: the documents of row 0 take")
 
 
 # ---- Checks that users run.
@@ -365,9 +442,14 @@ def _router_loss() -> Any:
             NotImplementedError,
             "layers of kind 'linear_attention'",
         ),
+        (
+            lambda: _tiny("LlamaForQuestionAnswering", "LlamaConfig"),
+            NotImplementedError,
+            "makes one answer from tokens of a whole row",
+        ),
         (_router_loss, NotImplementedError, "adds a router loss over the tokens at hand"),
     ],
-    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "router"],
+    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "answers", "router"],
 )  # fmt: skip
 def test_models_that_cannot_be_cut(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -426,6 +508,8 @@ def test_calls_that_would_be_wrong() -> None:
         model(**local, attention_mask=square)
     with pytest.raises(RuntimeError, match="generate: this model is parallelized"):
         model.generate(input_ids=ids)
+    with pytest.raises(RuntimeError, match="set_attn_implementation: this model is"):
+        model.set_attn_implementation("eager")
     longspan.restore(model)
     assert model.generate(input_ids=ids, max_new_tokens=2).shape == (1, 9)
 
@@ -447,6 +531,50 @@ def test_per_layer_inputs_cannot_be_guessed_from_embeddings() -> None:
     del batch["per_layer_inputs"]
     with pytest.raises(ValueError, match="give `per_layer_inputs` too"):
         longspan.shard(batch, model=model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_local_positions(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope |= {"original_max_position_embeddings": 64}
+    model = _tiny("LlamaForCausalLM", "LlamaConfig", rope_parameters=rope)
+    longspan.restore(longspan.parallelize(model))
+
+    def body(group: Group) -> None:
+        with pytest.raises(NotImplementedError, match=f"rope_type '{kind}'"):
+            longspan.parallelize(model, group)
+
+    run_ranks(2, body)
+
+
+def test_a_loss_for_tokens_is_refused() -> None:
+    model = longspan.parallelize(_tiny("LlamaForTokenClassification", "LlamaConfig"))
+    ids = packed([7]).ids % 11
+    with pytest.raises(NotImplementedError, match="TokenClassification has a loss of its own"):
+        longspan.shard({"input_ids": ids, "labels": ids % 2}, model=model)
+    model(**longspan.shard({"input_ids": ids, "labels": None}, model=model))
+
+
+def test_edits_of_the_configuration_stay() -> None:
+    model = decoder("llama")
+    config = model.config
+    longspan.parallelize(model)
+    model.resize_token_embeddings(70)
+    model.config.pad_token_id = 3
+    longspan.restore(model)
+    assert model.config is config
+    assert (config.vocab_size, config.pad_token_id) == (70, 3)
+    assert config._attn_implementation == "sdpa"
+    assert model(input_ids=packed([7]).ids, labels=packed([7]).ids).loss.isfinite()
+
+
+def test_a_group_of_one_is_one_rank() -> None:
+    """A solo model takes batches cut for any group of one rank."""
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(packed([7]).batch, Group.solo(), model=model)
+    assert local.layout.ranks == 1
 
 
 def test_a_loss_of_its_own_is_refused() -> None:

@@ -1,0 +1,55 @@
+"""Ranks that are about to exchange tensors first compare what they were given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from longspan.group import Group, agree
+
+_STRANGERS = "agree: the ranks of the group compare different "
+
+
+class Agreement:
+    """Comparisons over a group, in a ``with`` that covers all that may be refused
+    before the first: a rank that raises first tells the others, which would wait for it.
+
+    Without a group, or with one rank, there is nobody to compare with."""
+
+    def __init__(self, who: str, group: Group | None, wanted: bool = True) -> None:
+        self._who = who
+        self._group = group if wanted and group is not None and group.size() > 1 else None
+        self._begun = False
+
+    def compare(self, fields: Mapping[str, Any]) -> None:
+        """ValueError on every rank where a field differs, or where a rank refused."""
+        self._begun = True
+        if self._group is None:
+            return
+        try:
+            agree(self._group, fields)
+        except ValueError as error:
+            if not str(error).startswith(_STRANGERS):
+                raise
+            raise ValueError(
+                f"{self._who}: the ranks were given batches with different keys, or a rank "
+                f"refused its batch and its own error says why ({error})"
+            ) from None
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        refused = isinstance(error, (ValueError, TypeError, NotImplementedError))
+        if self._group is None or self._begun or not refused:
+            return
+        # That the others did not refuse is no news here.
+        with contextlib.suppress(ValueError):
+            agree(self._group, {f"{self._who} refused": True})
