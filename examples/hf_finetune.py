@@ -143,6 +143,7 @@ def main() -> None:
             dist.all_reduce(total)
         report(step, total.item() / replicas, norm.item(), args)
     if dist.is_initialized():
+        dist.barrier()  # gloo ends processes whose peers leave first
         dist.destroy_process_group()
 
 
