@@ -14,6 +14,7 @@ the text is the repository's own README. The losses are those of one rank, whate
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pathlib
 import sys
@@ -93,8 +94,7 @@ def sharded(model: Any, mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
     return model
 
 
-def main() -> None:
-    args = arguments()
+def train(args: argparse.Namespace) -> None:
     world = longspan.Group.from_environment()
     if world.size() % args.cp or args.rows % (world.size() // args.cp):
         sys.exit(
@@ -142,8 +142,14 @@ def main() -> None:
         if world.size() > 1:
             dist.all_reduce(total)
         report(step, total.item() / replicas, norm.item(), args)
+
+
+def main() -> None:
+    train(arguments())
+    # Groups end before the interpreter does: gloo's threads do not outlive it well.
+    gc.collect()
     if dist.is_initialized():
-        dist.barrier()  # gloo ends processes whose peers leave first
+        dist.barrier()
         dist.destroy_process_group()
 
 
