@@ -6,21 +6,12 @@
 #include <string_view>
 
 #include "longspan/core/key_lines.h"
+#include "longspan/kernels/element.h"
+#include "longspan/kernels/key_selection.h"
 #include "longspan/kernels/parallel.h"
+#include "longspan/kernels/selected_attention.h"
 
 namespace longspan {
-
-/// What q, k, v and the upstream gradient are made of. Everything that is
-/// summed is float, or double for float64.
-enum class ElementType { float32, bfloat16, float16, float64 };
-
-/// An array [row, token, head, channel] that somebody else owns. Strides count
-/// elements; channels are contiguous.
-template <class Pointer>
-struct TokenArray {
-  Pointer data = nullptr;
-  int64_t row_stride = 0, token_stride = 0, head_stride = 0;
-};
 
 /// Queries against one block of keys: what both directions need.
 ///
@@ -73,6 +64,8 @@ struct AttentionKernels {
                   const ParallelFor& parallel_for);
   void (*backward)(const AttentionBackwardArgs& args,
                    const ParallelFor& parallel_for);
+  SelectedAttentionKernels selected = {};
+  KeySelectionKernels selection = {};
 };
 
 /// A level of instructions that this build has kernels for.
