@@ -46,11 +46,11 @@ SelectedGradients attend_selected_backward(
 /// What the heads of a query look at, summed over heads and normalised over
 /// the slots: [Tq, slots] (or [Tq, G, slots], each group by itself), 0 for an
 /// empty slot and for a query without keys. No gradient. `lse` is that of
-/// attend_selected.
+/// attend_selected; a sink takes its share before heads are added.
 ///
-/// torch.ops.longspan.selected_weights(q, kv, indices, lse, scale).
+/// torch.ops.longspan.selected_weights(q, kv, indices, lse, sink, scale).
 at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
                             const at::Tensor& indices, const at::Tensor& lse,
-                            double scale);
+                            const SelectedOptions& options);
 
 }  // namespace longspan

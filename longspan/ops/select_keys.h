@@ -21,6 +21,7 @@ struct Selection {
 /// weights when asked for. The same bits for every split of the queries.
 ///
 /// torch.ops.longspan.select_keys(q, k, weights, start, end, slots, scores)
+/// -> (scores, indices)
 Selection select_keys(const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& weights, const at::Tensor& start,
                       const at::Tensor& end, int64_t slots,

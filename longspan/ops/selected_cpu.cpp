@@ -1,0 +1,96 @@
+#include "longspan/ops/selected_cpu.h"
+
+#include <ATen/ATen.h>
+
+#include "longspan/core/check.h"
+#include "longspan/kernels/attention.h"
+#include "longspan/ops/threads.h"
+#include "longspan/ops/token_arrays.h"
+
+namespace longspan {
+
+namespace {
+
+void fill(SelectedAttentionArgs& args, const SelectedInputs& in) {
+  const auto type = element_type(in.q.scalar_type());
+  promise(type.has_value(), "attend_selected: ", in.q.scalar_type(),
+          " came this far");
+  args.type = *type;
+  args.rows = in.q.size(0);
+  args.queries = in.q.size(1);
+  args.keys = in.kv.size(1);
+  args.heads = in.q.size(2);
+  args.key_heads = in.key_heads();
+  args.slots = in.slots();
+  args.head_dim = static_cast<int>(in.q.size(3));
+  args.value_dim = static_cast<int>(in.value_dim);
+  args.scale = in.scale;
+  args.q = array_of<const void*>(in.q);
+  args.kv = array_of<const void*>(in.kv);
+  args.indices = {in.indices.const_data_ptr<int32_t>(), in.indices.stride(0),
+                  in.indices.stride(1), in.indices.stride(2)};
+}
+
+/// A thread is worth its start for a few million multiplications.
+ParallelFor threads_for(const SelectedInputs& in) {
+  constexpr int64_t kWorthAThread = 1 << 21;
+  const int64_t pairs = in.q.size(0) * in.q.size(1) * in.q.size(2) * in.slots();
+  return torch_threads(pairs * (in.q.size(3) + in.value_dim) / kWorthAThread);
+}
+
+at::TensorOptions sums_of(const SelectedInputs& in) {
+  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
+}
+
+const SelectedAttentionKernels& kernels() {
+  return chosen_attention_kernels().selected;
+}
+
+}  // namespace
+
+PartialAttention attend_selected_cpu(const SelectedInputs& in) {
+  if (kernels().forward == nullptr) return attend_selected_composite(in);
+  auto sizes = in.q.sizes().vec();
+  sizes.back() = in.value_dim;
+  PartialAttention answer{at::empty(sizes, in.q.options()),
+                          at::empty(in.q.sizes().slice(0, 3), sums_of(in))};
+  SelectedForwardArgs args;
+  fill(args, in);
+  args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
+  args.out = array_of<void*>(answer.out);
+  args.lse = array_of<void*>(answer.lse);
+  if (in.q.numel() > 0) kernels().forward(args, threads_for(in));
+  return answer;
+}
+
+SelectedSums attend_selected_backward_cpu(const SelectedInputs& in,
+                                          const SelectedResult& result) {
+  if (kernels().backward == nullptr) {
+    return attend_selected_backward_composite(in, result);
+  }
+  SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
+                    at::zeros(in.kv.sizes(), sums_of(in))};
+  SelectedBackwardArgs args;
+  fill(args, in);
+  args.dout = array_of<const void*>(result.dout);
+  args.lse = array_of<const void*>(result.lse);
+  args.delta = array_of<const void*>(result.delta);
+  args.dq = array_of<void*>(sums.dq);
+  args.dkv = array_of<void*>(sums.dkv);
+  if (in.q.numel() > 0) kernels().backward(args, threads_for(in));
+  return sums;
+}
+
+at::Tensor selected_weights_cpu(const SelectedInputs& in,
+                                const at::Tensor& lse) {
+  if (kernels().weights == nullptr) return selected_weights_composite(in, lse);
+  at::Tensor weights = at::empty(in.indices.sizes(), sums_of(in));
+  SelectedWeightsArgs args;
+  fill(args, in);
+  args.lse = array_of<const void*>(lse);
+  args.weights = array_of<void*>(weights);
+  if (weights.numel() > 0) kernels().weights(args, threads_for(in));
+  return weights;
+}
+
+}  // namespace longspan

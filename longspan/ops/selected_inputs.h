@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "longspan/ops/attend_selected.h"
+
+namespace longspan {
+
+/// The tensors of selected attention in one form, whatever axes came.
+struct SelectedInputs {
+  at::Tensor q;        ///< [B, Tq, H, D]
+  at::Tensor kv;       ///< [B, Tk, G, D]
+  at::Tensor indices;  ///< int32 [B, Tq, G, slots], slots contiguous
+  at::Tensor sink;     ///< [H], accumulation type; undefined without
+  double scale = 1;
+  int64_t value_dim = 0;
+
+  /// Checked by check_selected before.
+  static SelectedInputs of(const at::Tensor& q, const at::Tensor& kv,
+                           const at::Tensor& indices,
+                           const std::optional<at::Tensor>& sink, double scale,
+                           int64_t value_dim);
+
+  int64_t key_heads() const { return kv.size(2); }
+  int64_t slots() const { return indices.size(3); }
+};
+
+/// Everything that shapes and types say; also for traced tensors.
+void check_selected(const char* who, const at::Tensor& q, const at::Tensor& kv,
+                    const at::Tensor& indices,
+                    const std::optional<at::Tensor>& sink, double scale,
+                    int64_t value_dim);
+
+/// What is outside [0, keys) becomes -1, so that narrowing changes nothing.
+at::Tensor as_slots(const at::Tensor& indices, int64_t keys);
+
+/// Whether two tensors lie on the same device; `who` speaks.
+void check_same_device(const char* who, const char* name, const at::Tensor& t,
+                       const at::Tensor& q);
+
+}  // namespace longspan

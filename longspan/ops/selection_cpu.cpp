@@ -1,0 +1,138 @@
+#include "longspan/ops/selection_cpu.h"
+
+#include <ATen/ATen.h>
+
+#include "longspan/core/check.h"
+#include "longspan/kernels/attention.h"
+#include "longspan/ops/partial_attention.h"
+#include "longspan/ops/threads.h"
+#include "longspan/ops/token_arrays.h"
+
+namespace longspan {
+
+namespace {
+
+/// [rows, tokens, slots] or [rows, tokens]: no heads.
+template <class Pointer>
+TokenArray<Pointer> without_heads(const at::Tensor& t) {
+  if constexpr (std::is_const_v<std::remove_pointer_t<Pointer>>) {
+    return {static_cast<Pointer>(t.const_data_ptr()), t.stride(0), t.stride(1),
+            0};
+  } else {
+    return {static_cast<Pointer>(t.mutable_data_ptr()), t.stride(0),
+            t.stride(1), 0};
+  }
+}
+
+void fill(KeyScoreArgs& args, const IndexerInputs& in, int64_t slots) {
+  const auto type = element_type(in.q.scalar_type());
+  promise(type.has_value(), "select_keys: ", in.q.scalar_type(),
+          " came this far");
+  args.type = *type;
+  args.rows = in.q.size(0);
+  args.queries = in.q.size(1);
+  args.keys = in.k.size(1);
+  args.heads = in.q.size(2);
+  args.head_dim = static_cast<int>(in.q.size(3));
+  args.q = array_of<const void*>(in.q);
+  args.k = without_heads<const void*>(in.k);
+  args.weights = array_of<const void*>(in.weights);
+  args.slots = slots;
+}
+
+/// A thread is worth its start for a few million multiplications.
+ParallelFor threads_for(const IndexerInputs& in, int64_t keys) {
+  constexpr int64_t kWorthAThread = 1 << 21;
+  return torch_threads(in.q.numel() * keys / kWorthAThread);
+}
+
+at::TensorOptions sums_of(const IndexerInputs& in) {
+  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
+}
+
+const KeySelectionKernels& kernels() {
+  return chosen_attention_kernels().selection;
+}
+
+}  // namespace
+
+void select_keys_cpu(const IndexerInputs& in, const at::Tensor& start,
+                     const at::Tensor& end, at::Tensor& indices,
+                     at::Tensor& scores) {
+  if (kernels().select == nullptr) {
+    indices = select_keys_composite(in, indices.size(2), start, end);
+    if (scores.defined()) scores = score_selected_composite(in, indices);
+    return;
+  }
+  SelectKeysArgs args;
+  fill(args, in, indices.size(2));
+  args.start = without_heads<const int32_t*>(start);
+  args.end = without_heads<const int32_t*>(end);
+  args.indices = without_heads<int32_t*>(indices);
+  if (scores.defined()) args.scores = without_heads<void*>(scores);
+  if (indices.numel() > 0) {
+    kernels().select(args, threads_for(in, in.k.size(1)));
+  }
+}
+
+at::Tensor top_keys_cpu(const at::Tensor& scores, int64_t slots,
+                        const at::Tensor& start, const at::Tensor& end) {
+  if (kernels().top_keys == nullptr) {
+    return top_keys_composite(scores, slots, start, end);
+  }
+  at::Tensor indices =
+      at::empty({scores.size(0), slots}, scores.options().dtype(at::kInt));
+  TopKeysArgs args{
+      .type = *element_type(scores.scalar_type()),
+      .queries = scores.size(0),
+      .keys = scores.size(1),
+      .slots = slots,
+      .scores = scores.const_data_ptr(),
+      .stride = scores.stride(0),
+      .start = start.const_data_ptr<int32_t>(),
+      .end = end.const_data_ptr<int32_t>(),
+      .indices = indices.mutable_data_ptr<int32_t>(),
+  };
+  if (indices.numel() > 0) {
+    kernels().top_keys(args, torch_threads(scores.numel() >> 16));
+  }
+  return indices;
+}
+
+at::Tensor score_selected_cpu(const IndexerInputs& in,
+                              const at::Tensor& indices) {
+  if (kernels().score == nullptr) return score_selected_composite(in, indices);
+  at::Tensor scores = at::empty(indices.sizes(), sums_of(in));
+  ScoreSelectedArgs args;
+  fill(args, in, indices.size(2));
+  args.indices = without_heads<const int32_t*>(indices);
+  args.scores = without_heads<void*>(scores);
+  if (scores.numel() > 0) {
+    kernels().score(args, threads_for(in, indices.size(2)));
+  }
+  return scores;
+}
+
+IndexerGradients score_selected_backward_cpu(const IndexerInputs& in,
+                                             const at::Tensor& indices,
+                                             const at::Tensor& dscores) {
+  if (kernels().score_backward == nullptr) {
+    return score_selected_backward_composite(in, indices, dscores);
+  }
+  IndexerGradients sums{at::zeros(in.q.sizes(), sums_of(in)),
+                        at::zeros(in.k.sizes(), sums_of(in)),
+                        at::zeros(in.weights.sizes(), sums_of(in))};
+  ScoreSelectedBackwardArgs args;
+  fill(args, in, indices.size(2));
+  args.indices = without_heads<const int32_t*>(indices);
+  args.dscores = without_heads<const void*>(dscores);
+  args.dq = array_of<void*>(sums.dq);
+  args.dk = without_heads<void*>(sums.dk);
+  args.dweights = array_of<void*>(sums.dweights);
+  if (dscores.numel() > 0) {
+    kernels().score_backward(args, threads_for(in, indices.size(2)));
+  }
+  return sums;
+}
+
+}  // namespace longspan

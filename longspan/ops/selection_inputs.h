@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace longspan {
+
+/// The tensors of a lightning indexer in one form, whatever axes came.
+struct IndexerInputs {
+  at::Tensor q;        ///< [B, Tq, H, D]
+  at::Tensor k;        ///< [B, Tk, D]
+  at::Tensor weights;  ///< [B, Tq, H], accumulation type, contiguous
+
+  /// Checked by check_indexer before.
+  static IndexerInputs of(const at::Tensor& q, const at::Tensor& k,
+                          const at::Tensor& weights);
+};
+
+/// Everything that shapes and types say; also for traced tensors.
+void check_indexer(const char* who, const at::Tensor& q, const at::Tensor& k,
+                   const at::Tensor& weights);
+
+/// That there are slots, and windows for each of these queries. `queries` are
+/// the sizes [Tq] or [B, Tq].
+void check_slots(const char* who, const c10::SymInt& slots);
+void check_window(const char* who, const char* name, const at::Tensor& window,
+                  c10::SymIntArrayRef queries, at::Device device);
+
+/// A border of windows as kernels take it: int32, cut to [0, keys], contiguous.
+at::Tensor as_window(const at::Tensor& window, int64_t keys);
+
+}  // namespace longspan
