@@ -100,7 +100,8 @@ at::Tensor top_keys_composite(const at::Tensor& scores, int64_t slots,
                                .masked_fill_(chosen.logical_not(), slots);
   return at::full({queries, slots + 1}, -1, ints)
       .scatter_(1, place, key.expand({queries, keys}))
-      .narrow(1, 0, slots);
+      .narrow(1, 0, slots)
+      .contiguous();
 }
 
 at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
