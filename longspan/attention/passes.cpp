@@ -59,6 +59,18 @@ at::Tensor cut(const at::Tensor& array, const std::vector<TokenRange>& held,
   return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
 }
 
+/// Where in a step's keys those lie whose gradients go home.
+TokenRange places_sent(const PlanStep& step) {
+  TokenRange hull{count_tokens(step.keys), 0};
+  for (const PlannedParcel& parcel : step.returns) {
+    for (TokenRange place : places_in(step.keys, parcel.tokens)) {
+      hull.begin = std::min(hull.begin, place.begin);
+      hull.end = std::max(hull.end, place.end);
+    }
+  }
+  return hull;
+}
+
 bool moves_keys(const Plan& plan) {
   for (const PlanStep& step : plan.steps()) {
     if (!step.sends.empty() || !step.arrivals.empty()) return true;
@@ -218,8 +230,9 @@ void run_backward(const Plan& plan, const Group& group,
       attend_tiles_backward(now, step.lines, answer, gradients);
     } else {
       const KeyBlock found = home.room_for(now.k.size(1));
-      Accumulator dk = Accumulator::sum_in(found.keys());
-      Accumulator dv = Accumulator::sum_in(found.values());
+      const TokenRange sent = places_sent(step);
+      Accumulator dk = Accumulator::sum_in(found.keys(), sent);
+      Accumulator dv = Accumulator::sum_in(found.values(), sent);
       AttentionGradients here{gradients.dq, dk, dv};
       attend_tiles_backward(now, step.lines, answer, here);
       dk.sums();

@@ -13,10 +13,15 @@ namespace longspan {
 
 namespace {
 
-/// Bytes that may wait, in units of the whole in half precision. Attention runs
-/// in the forward pass, where there is room: all steps of 8 ranks. Gradients
-/// run where most memory is in use; twice as many would save a tenth.
-constexpr int64_t kAttentionWaits = 8, kSumWaits = 4;
+/// Bytes that may wait, in units of the whole in half precision: all steps of 8
+/// ranks, which are then folded in one pass. Gradients are computed where most
+/// memory is in use: where that would be much, half as many wait.
+constexpr int64_t kWaits = 8, kMuch = 512 << 20;
+
+int64_t most_waiting_bytes(Accumulator::Kind kind, int64_t numel) {
+  const int64_t all = kWaits * 2 * numel;
+  return kind == Accumulator::Kind::attention || all <= kMuch ? all : all / 2;
+}
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
@@ -28,6 +33,13 @@ PartialAttention box(const PartialAttention& whole, int64_t row, int64_t rows,
                : tensor;
   };
   return {cut(whole.out), cut(whole.lse)};
+}
+
+/// The same parts, told from the token `first` on.
+std::vector<PlacedPart> placed_from(int64_t first,
+                                    std::vector<PlacedPart> parts) {
+  for (PlacedPart& placed : parts) placed.token -= first;
+  return parts;
 }
 
 void fold_in_place(PartialAttention here, const PartialAttention& part) {
@@ -45,9 +57,10 @@ Accumulator::Accumulator(Kind kind, at::IntArrayRef sizes,
                          const at::TensorOptions& options, MemoryOrder order)
     : kind_(kind), sizes_(sizes.vec()), options_(options), order_(order) {}
 
-Accumulator Accumulator::sum_in(at::Tensor memory) {
+Accumulator Accumulator::sum_in(at::Tensor memory, TokenRange wanted) {
   Accumulator made(Kind::sum, memory.sizes(), memory.options());
   made.memory_ = std::move(memory);
+  made.wanted_ = wanted;
   return made;
 }
 
@@ -83,8 +96,7 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   }
   const auto bytes = static_cast<int64_t>(part.out.nbytes());
   const int64_t most =
-      (kind_ == Kind::attention ? kAttentionWaits : kSumWaits) * 2 *
-      c10::multiply_integers(sizes_);
+      most_waiting_bytes(kind_, c10::multiply_integers(sizes_));
   if (!waiting_.empty() &&
       (waiting_bytes_ + bytes > most || waiting_.size() == kMostFolded ||
        waiting_.front().part.out.dtype() != part.out.dtype())) {
@@ -94,11 +106,27 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   waiting_bytes_ += bytes;
 }
 
+TokenRange Accumulator::reach_of_waiting() const {
+  TokenRange reach{sizes_[1], 0};
+  for (const auto& [part, token] : waiting_) {
+    reach.begin = std::min(reach.begin, token);
+    reach.end = std::max(reach.end, token + part.out.size(1));
+  }
+  return reach;
+}
+
 void Accumulator::fold_waiting() {
   if (!sums_) {
     PartialAttention made = empty(c10::typeMetaToScalarType(options_.dtype()));
+    TokenRange reach{0, sizes_[1]};
+    if (memory_.defined() && !waiting_.empty()) {
+      const TokenRange said = reach_of_waiting();
+      if (said.begin <= wanted_.begin && said.end >= wanted_.end) reach = said;
+    }
     const bool done =
-        !waiting_.empty() && fold_on_device(nullptr, waiting_, made);
+        !waiting_.empty() &&
+        fold_on_device(nullptr, placed_from(reach.begin, waiting_),
+                       box(made, 0, sizes_[0], reach.begin, reach.size()));
     if (done) {
       forget_waiting();
     } else {
@@ -108,13 +136,8 @@ void Accumulator::fold_waiting() {
     sums_ = std::move(made);
   }
   if (waiting_.empty()) return;
-  TokenRange reach{sizes_[1], 0};
-  for (const auto& [part, token] : waiting_) {
-    reach.begin = std::min(reach.begin, token);
-    reach.end = std::max(reach.end, token + part.out.size(1));
-  }
-  std::vector<PlacedPart> parts = waiting_;
-  for (PlacedPart& placed : parts) placed.token -= reach.begin;
+  const TokenRange reach = reach_of_waiting();
+  const std::vector<PlacedPart> parts = placed_from(reach.begin, waiting_);
   const PartialAttention here =
       box(*sums_, 0, sizes_[0], reach.begin, reach.size());
   PartialAttention into = here;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "longspan/core/token_range.h"
 #include "longspan/ops/fold.h"
 #include "longspan/ops/partial_attention.h"
 
@@ -30,7 +31,9 @@ class Accumulator {
               MemoryOrder order = MemoryOrder::tokens_first);
 
   /// A sum of nothing that will be kept in `memory`, whatever that holds now.
-  static Accumulator sum_in(at::Tensor memory);
+  /// Nobody will look at tokens outside of `wanted`, so they may stay as they
+  /// are.
+  static Accumulator sum_in(at::Tensor memory, TokenRange wanted);
 
   /// Takes a part in any floating type: about the tokens from `token` on, of
   /// the rows from `row` on. Nobody may write to it any more. Gradients have
@@ -47,6 +50,7 @@ class Accumulator {
 
  private:
   PartialAttention empty(at::ScalarType dtype) const;
+  TokenRange reach_of_waiting() const;
   void fold_waiting();
   void forget_waiting();
 
@@ -55,6 +59,7 @@ class Accumulator {
   at::TensorOptions options_;
   MemoryOrder order_;
   at::Tensor memory_;
+  TokenRange wanted_;
   std::optional<PartialAttention> sums_;
   std::vector<PlacedPart> waiting_;
   int64_t waiting_bytes_ = 0;

@@ -51,7 +51,7 @@ TEST(Accumulator, MergesAttentionAsPartialAttentionDoes) {
 
 TEST(Accumulator, KeepsSumsInTheMemoryItWasGiven) {
   const at::Tensor memory = at::full({1, 4, 2, 3}, 7.f);
-  Accumulator sum = Accumulator::sum_in(memory);
+  Accumulator sum = Accumulator::sum_in(memory, {0, 4});
   sum.add({at::ones({1, 2, 2, 3}), {}}, 0, 1);
   sum.sums();
   EXPECT_EQ(memory.sum().item<float>(), 12.f);
