@@ -65,7 +65,7 @@ Tensors3 backward(const at::Tensor& dout, const at::Tensor& q,
   if (sink) {
     const at::Tensor share = (in.sink - result.lse).exp();
     dsink = -(result.delta * share.masked_fill(at::isinf(result.lse), 0))
-                 .sum({0, 1});
+                 .sum(at::IntArrayRef({0, 1}));
   }
   return {
       gradients.dq.to(q.scalar_type()).reshape(q.sizes()),
