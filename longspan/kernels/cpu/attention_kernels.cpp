@@ -7,12 +7,13 @@
 #include "longspan/kernels/attention.h"
 #include "longspan/kernels/cpu/attention_steps.h"
 #include "longspan/kernels/cpu/bf16/levels.h"
+#include "longspan/kernels/cpu/selected_steps.h"
 
 namespace longspan {
 
 namespace {
 
-template <const AttentionSteps& steps>
+template <const AttentionSteps& steps, const SelectedStepsOfTypes& selected>
 AttentionKernels kernels_named(std::string_view name) {
   return {
       .name = name,
@@ -26,6 +27,7 @@ AttentionKernels kernels_named(std::string_view name) {
              const ParallelFor& parallel_for) {
             run_backward(steps, args, parallel_for);
           },
+      .selected = selected_kernels<selected>(),
   };
 }
 
@@ -73,10 +75,14 @@ struct Level {
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all{{kernels_named<kPortableSteps>("portable"), nothing}};
+  std::vector<Level> all{
+      {kernels_named<kPortableSteps, kPortableSelectedSteps>("portable"),
+       nothing}};
 #ifdef LONGSPAN_X86_KERNELS
-  all.push_back({kernels_named<kAvx2Steps>("avx2"), why_not_avx2});
-  all.push_back({kernels_named<kAvx512Steps>("avx512"), why_not_avx512});
+  all.push_back(
+      {kernels_named<kAvx2Steps, kAvx2SelectedSteps>("avx2"), why_not_avx2});
+  all.push_back({kernels_named<kAvx512Steps, kAvx512SelectedSteps>("avx512"),
+                 why_not_avx512});
   const Level bf16{avx512_bf16_kernels(), why_not_bf16};
   // Intel's CPUs multiply pairs of bfloat16 no faster than two floats, so that
   // converting is better: 94 against 78 GFLOP/s on Sapphire Rapids.

@@ -10,6 +10,7 @@
 #endif
 
 #include "longspan/kernels/cpu/bf16/steps.h"
+#include "longspan/kernels/cpu/selected_steps.h"
 
 namespace longspan {
 
@@ -37,6 +38,7 @@ AttentionKernels kernels_named(std::string_view name) {
               run_backward(kAvx512Steps, args, parallel_for);
             }
           },
+      .selected = selected_kernels<kAvx512SelectedSteps>(),
   };
 }
 
