@@ -426,4 +426,51 @@ inline bool same_bits(const SelectedArrays& a, const SelectedArrays& b) {
          a.weights.bytes() == b.weights.bytes();
 }
 
+/// Whatever an infinity or a NaN reaches in the oracle's answer, and nothing
+/// else, is infinite or NaN.
+inline void expect_poison_as_in_oracle(const SelectedAttentionKernels& kernels,
+                                       const SelectedInputs& inputs,
+                                       ElementType type) {
+  const SelectedResult exact = slow_result<double>(inputs);
+  SelectedArrays arrays(inputs, type, Strides::contiguous);
+  run_selected(kernels, inputs.problem, type, arrays);
+  const SelectedResult result = result_in(arrays);
+  for (std::size_t i = 0; i < kSelectedParts.size(); ++i) {
+    const Values &values = result.*kSelectedParts[i],
+                 &wanted = exact.*kSelectedParts[i];
+    ASSERT_EQ(values.size(), wanted.size());
+    for (std::size_t j = 0; j < wanted.size(); ++j) {
+      ASSERT_EQ(std::isfinite(values[j]), std::isfinite(wanted[j]))
+          << kSelectedNames[i] << " at " << j << " is " << values[j] << ", not "
+          << wanted[j];
+    }
+  }
+}
+
+inline void expect_poison_reaches_those_who_list_it(
+    const SelectedAttentionKernels& kernels, ElementType type) {
+  const SelectedCase c{.name = "",
+                       .queries = 6,
+                       .keys = 40,
+                       .heads = 5,
+                       .slots = 10,
+                       .head_dim = 20,
+                       .value_dim = 12};
+  const SelectedInputs clean = selected_inputs(c, type);
+  constexpr std::size_t kKey = 7, kHead = 2 * 5 + 1;  // head 1 of query 2
+  for (double poison : {NAN, INFINITY, -INFINITY}) {
+    for (std::size_t channel : {3u, 17u}) {
+      SelectedInputs inputs = clean;
+      inputs.problem.kv[kKey * 20 + channel] = poison;
+      expect_poison_as_in_oracle(kernels, inputs, type);
+      inputs = clean;
+      inputs.problem.q[kHead * 20 + channel] = poison;
+      expect_poison_as_in_oracle(kernels, inputs, type);
+    }
+    SelectedInputs inputs = clean;
+    inputs.dout[kHead * 12 + 3] = poison;
+    expect_poison_as_in_oracle(kernels, inputs, type);
+  }
+}
+
 }  // namespace longspan::test

@@ -81,27 +81,38 @@ void run_selected_backward(const SelectedSteps& steps,
                            const SelectedBackwardArgs& args,
                            const ParallelFor& parallel_for);
 
-/// The kernels of a level whose steps are `types`.
-template <const SelectedStepsOfTypes& types>
+/// The kernels of a level whose steps are `types`, but for bfloat16 those of
+/// `of_bfloat16` where it has some.
+template <const SelectedStepsOfTypes& types,
+          const SelectedSteps* of_bfloat16 = nullptr>
+struct SelectedLevel {
+  static const SelectedSteps& steps(const SelectedAttentionArgs& args) {
+    if (of_bfloat16 != nullptr && args.type == ElementType::bfloat16) {
+      return *of_bfloat16;
+    }
+    return types.of[static_cast<int>(args.type)];
+  }
+  static void forward(const SelectedForwardArgs& args,
+                      const ParallelFor& parallel_for) {
+    run_selected_forward(steps(args), args, parallel_for);
+  }
+  static void backward(const SelectedBackwardArgs& args,
+                       const ParallelFor& parallel_for) {
+    run_selected_backward(steps(args), args, parallel_for);
+  }
+  static void weights(const SelectedWeightsArgs& args,
+                      const ParallelFor& parallel_for) {
+    run_selected_weights(steps(args), args, parallel_for);
+  }
+};
+
+template <const SelectedStepsOfTypes& types,
+          const SelectedSteps* of_bfloat16 = nullptr>
 SelectedAttentionKernels selected_kernels() {
-  return {
-      .forward =
-          [](const SelectedForwardArgs& args, const ParallelFor& parallel_for) {
-            run_selected_forward(types.of[static_cast<int>(args.type)], args,
-                                 parallel_for);
-          },
-      .backward =
-          [](const SelectedBackwardArgs& args,
-             const ParallelFor& parallel_for) {
-            run_selected_backward(types.of[static_cast<int>(args.type)], args,
-                                  parallel_for);
-          },
-      .weights =
-          [](const SelectedWeightsArgs& args, const ParallelFor& parallel_for) {
-            run_selected_weights(types.of[static_cast<int>(args.type)], args,
-                                 parallel_for);
-          },
-  };
+  using Level = SelectedLevel<types, of_bfloat16>;
+  return {.forward = Level::forward,
+          .backward = Level::backward,
+          .weights = Level::weights};
 }
 
 }  // namespace longspan

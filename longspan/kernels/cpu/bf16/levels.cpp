@@ -16,7 +16,7 @@ namespace longspan {
 
 namespace {
 
-template <const PanelSteps& steps>
+template <const PanelSteps& steps, const SelectedSteps& selected>
 AttentionKernels kernels_named(std::string_view name) {
   return {
       .name = name,
@@ -38,7 +38,7 @@ AttentionKernels kernels_named(std::string_view name) {
               run_backward(kAvx512Steps, args, parallel_for);
             }
           },
-      .selected = selected_kernels<kAvx512SelectedSteps>(),
+      .selected = selected_kernels<kAvx512SelectedSteps, &selected>(),
   };
 }
 
@@ -75,11 +75,12 @@ bool system_permits_tiles() {
 }  // namespace
 
 AttentionKernels avx512_bf16_kernels() {
-  return kernels_named<kAvx512Bf16Steps>("avx512_bf16");
+  return kernels_named<kAvx512Bf16Steps, kAvx512Bf16SelectedSteps>(
+      "avx512_bf16");
 }
 
 AttentionKernels amx_kernels() {
-  return kernels_named<kAmxSteps>("amx");
+  return kernels_named<kAmxSteps, kAmxSelectedSteps>("amx");
 }
 
 std::string why_not_avx512_bf16() {
