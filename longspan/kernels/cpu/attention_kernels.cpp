@@ -8,12 +8,14 @@
 #include "longspan/kernels/cpu/attention_steps.h"
 #include "longspan/kernels/cpu/bf16/levels.h"
 #include "longspan/kernels/cpu/selected_steps.h"
+#include "longspan/kernels/cpu/selection/steps.h"
 
 namespace longspan {
 
 namespace {
 
-template <const AttentionSteps& steps, const SelectedStepsOfTypes& selected>
+template <const AttentionSteps& steps, const SelectedStepsOfTypes& selected,
+          const KeySelectionSteps& selection>
 AttentionKernels kernels_named(std::string_view name) {
   return {
       .name = name,
@@ -28,6 +30,7 @@ AttentionKernels kernels_named(std::string_view name) {
             run_backward(steps, args, parallel_for);
           },
       .selected = selected_kernels<selected>(),
+      .selection = selection_kernels<selection>(),
   };
 }
 
@@ -76,12 +79,15 @@ struct Level {
 
 std::vector<Level> levels() {
   std::vector<Level> all{
-      {kernels_named<kPortableSteps, kPortableSelectedSteps>("portable"),
+      {kernels_named<kPortableSteps, kPortableSelectedSteps,
+                     kPortableSelection>("portable"),
        nothing}};
 #ifdef LONGSPAN_X86_KERNELS
   all.push_back(
-      {kernels_named<kAvx2Steps, kAvx2SelectedSteps>("avx2"), why_not_avx2});
-  all.push_back({kernels_named<kAvx512Steps, kAvx512SelectedSteps>("avx512"),
+      {kernels_named<kAvx2Steps, kAvx2SelectedSteps, kAvx2Selection>("avx2"),
+       why_not_avx2});
+  all.push_back({kernels_named<kAvx512Steps, kAvx512SelectedSteps,
+                               kAvx512Selection>("avx512"),
                  why_not_avx512});
   const Level bf16{avx512_bf16_kernels(), why_not_bf16};
   // Intel's CPUs multiply pairs of bfloat16 no faster than two floats, so that

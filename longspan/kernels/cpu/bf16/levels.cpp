@@ -11,12 +11,14 @@
 
 #include "longspan/kernels/cpu/bf16/steps.h"
 #include "longspan/kernels/cpu/selected_steps.h"
+#include "longspan/kernels/cpu/selection/steps.h"
 
 namespace longspan {
 
 namespace {
 
-template <const PanelSteps& steps, const SelectedSteps& selected>
+template <const PanelSteps& steps, const SelectedSteps& selected,
+          const KeyScoreSteps& scores>
 AttentionKernels kernels_named(std::string_view name) {
   return {
       .name = name,
@@ -39,6 +41,7 @@ AttentionKernels kernels_named(std::string_view name) {
             }
           },
       .selected = selected_kernels<kAvx512SelectedSteps, &selected>(),
+      .selection = selection_kernels<kAvx512Selection, &scores>(),
   };
 }
 
@@ -75,12 +78,12 @@ bool system_permits_tiles() {
 }  // namespace
 
 AttentionKernels avx512_bf16_kernels() {
-  return kernels_named<kAvx512Bf16Steps, kAvx512Bf16SelectedSteps>(
-      "avx512_bf16");
+  return kernels_named<kAvx512Bf16Steps, kAvx512Bf16SelectedSteps,
+                       kAvx512Bf16Scores>("avx512_bf16");
 }
 
 AttentionKernels amx_kernels() {
-  return kernels_named<kAmxSteps, kAmxSelectedSteps>("amx");
+  return kernels_named<kAmxSteps, kAmxSelectedSteps, kAmxScores>("amx");
 }
 
 std::string why_not_avx512_bf16() {

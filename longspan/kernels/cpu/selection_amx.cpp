@@ -1,0 +1,10 @@
+#include "longspan/kernels/cpu/bf16/amx_tiles.h"
+#include "longspan/kernels/cpu/bf16/tile_engine.h"
+#include "longspan/kernels/cpu/selection/pairs.h"
+
+namespace longspan {
+
+const KeyScoreSteps kAmxScores =
+    key_score_steps<PairOperands<TileEngine<AmxTiles>>>();
+
+}  // namespace longspan
