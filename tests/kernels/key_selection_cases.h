@@ -270,18 +270,17 @@ struct ScoreDerivatives {
         dk(accumulation(arrays.type), strides, arrays.problem.rows,
            arrays.problem.keys, 1, arrays.problem.channels),
         dweights(accumulation(arrays.type), strides, arrays.problem.rows,
-                 arrays.problem.queries, arrays.problem.heads, 1) {
-    dk.fill(0.0);
-  }
+                 arrays.problem.queries, arrays.problem.heads, 1) {}
 };
 
 inline ScoreDerivatives score_backward(
     const KeySelectionKernels& kernels, const SelectionArrays& arrays,
     int64_t slots, const std::vector<int32_t>& indices,
     const std::vector<double>& dscores, Strides strides = Strides::contiguous,
-    const ParallelFor& parallel_for = serial_for) {
+    const ParallelFor& parallel_for = serial_for, double dk_before = 0) {
   const oracle::ScoreProblem& p = arrays.problem;
   ScoreDerivatives result(arrays, strides);
+  result.dk.fill(dk_before);
   Array changes(accumulation(arrays.type), Strides::contiguous, p.rows,
                 p.queries, 1, slots);
   changes.fill(dscores);

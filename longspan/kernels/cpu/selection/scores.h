@@ -59,7 +59,7 @@ struct WideOperands {
 };
 
 /// Rows of a product: all heads of some queries.
-constexpr int kRowsAtOnce = 48;
+constexpr int kRowsAtOnce = 64;
 /// Packed rows are read in whole steps of this.
 constexpr int kRowStep = 16;
 

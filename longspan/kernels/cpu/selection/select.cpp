@@ -15,7 +15,7 @@ namespace {
 
 /// Queries of a block share the packing of keys. Their candidates and packed
 /// rows stay in the second cache, and there are jobs for several threads.
-constexpr int64_t kBlockBytes = 1152 << 10;
+constexpr int64_t kBlockBytes = 1280 << 10;
 constexpr int64_t kMostQueries = 64;
 constexpr int64_t kWantedBlocks = 32;
 
