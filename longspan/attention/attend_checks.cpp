@@ -5,14 +5,9 @@
 #include "longspan/attention/run.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
-
-namespace {
-
-constexpr int64_t kMostChannels = 576;
-
-}  // namespace
 
 void check_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const OptionalTensor& sink, double scale, double softcap) {

@@ -102,16 +102,12 @@ std::vector<c10::SymInt> without_channels(const at::Tensor& q) {
   return q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 1)).vec();
 }
 
-at::TensorOptions sums_of(const at::Tensor& q) {
-  return q.options().dtype(accumulation_type(q.scalar_type()));
-}
-
 Tensors2 forward_meta(const at::Tensor& q, const at::Tensor& kv,
                       const at::Tensor& indices, const OptionalTensor& sink,
                       double scale, int64_t value_dim) {
   check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
   auto sizes = without_channels(q);
-  at::Tensor lse = at::empty_symint(sizes, sums_of(q));
+  at::Tensor lse = at::empty_symint(sizes, sums_like(q));
   sizes.push_back(value_dim == 0 ? q.sym_size(-1) : c10::SymInt(value_dim));
   return {at::empty_symint(sizes, q.options()), lse};
 }
@@ -121,11 +117,11 @@ Tensors3 backward_meta(const at::Tensor& /*dout*/, const at::Tensor& q,
                        const OptionalTensor& sink, const at::Tensor& /*out*/,
                        const at::Tensor& /*lse*/, double /*scale*/,
                        int64_t /*value_dim*/, bool exact_dkv) {
-  const auto dkv = exact_dkv ? sums_of(kv) : kv.options();
+  const auto dkv = exact_dkv ? sums_like(kv) : kv.options();
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint(kv.sym_sizes(), dkv),
           at::empty_symint({sink ? sink->sym_size(0) : c10::SymInt(0)},
-                           sums_of(q))};
+                           sums_like(q))};
 }
 
 at::Tensor weights_meta(const at::Tensor& q, const at::Tensor& kv,
@@ -140,7 +136,7 @@ at::Tensor weights_meta(const at::Tensor& q, const at::Tensor& kv,
     sizes.emplace_back(1);
   }
   sizes.push_back(indices.sym_size(-1));
-  return at::empty_symint(sizes, sums_of(q));
+  return at::empty_symint(sizes, sums_like(q));
 }
 
 const auto& forward_op() {

@@ -36,14 +36,11 @@ void fill(AttentionArgs& args, const AttentionInputs& in,
   args.lines = lines;
 }
 
-/// A thread is worth its start for a few million multiplications.
-ParallelFor threads_for(const AttentionInputs& in,
+int64_t multiplications(const AttentionInputs& in,
                         std::span<const KeyLines> lines) {
-  constexpr int64_t kWorthAThread = 1 << 21;
   int64_t pairs = 0;
   for (const KeyLines& line : lines) pairs += count_pairs(line);
-  const int64_t work = pairs * in.q.size(2) * (in.q.size(3) + in.v.size(3));
-  return torch_threads(work / kWorthAThread);
+  return pairs * in.q.size(2) * (in.q.size(3) + in.v.size(3));
 }
 
 }  // namespace
@@ -74,7 +71,8 @@ void attend_tiles(const AttentionInputs& inputs,
   PartialAttention& sums = running.sums();
   args.out = array_of<void*>(sums.out);
   args.lse = array_of<void*>(sums.lse);
-  chosen_attention_kernels().forward(args, threads_for(inputs, lines));
+  chosen_attention_kernels().forward(
+      args, threads_for(multiplications(inputs, lines)));
 }
 
 void attend_tiles_backward(const AttentionInputs& inputs,
@@ -93,7 +91,8 @@ void attend_tiles_backward(const AttentionInputs& inputs,
   args.dq = array_of<void*>(gradients.dq.sums().out);
   args.dk = array_of<void*>(gradients.dk.sums().out);
   args.dv = array_of<void*>(gradients.dv.sums().out);
-  chosen_attention_kernels().backward(args, threads_for(inputs, lines));
+  chosen_attention_kernels().backward(
+      args, threads_for(multiplications(inputs, lines)));
 }
 
 }  // namespace longspan

@@ -35,6 +35,10 @@ at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+at::TensorOptions sums_like(const at::Tensor& tensor) {
+  return tensor.options().dtype(accumulation_type(tensor.scalar_type()));
+}
+
 PartialAttention PartialAttention::nothing(at::IntArrayRef sizes,
                                            int64_t channels,
                                            const at::TensorOptions& options) {

@@ -7,6 +7,9 @@ namespace longspan {
 /// What sums are kept in: float64 for float64, float32 for everything else.
 at::ScalarType accumulation_type(at::ScalarType dtype);
 
+/// The options of a tensor, in the accumulation type of its elements.
+at::TensorOptions sums_like(const at::Tensor& tensor);
+
 /// Attention over some of the keys: the output, and the natural log of the sum
 /// of exp(score) over those keys. A query that saw no key has out 0, lse -inf.
 struct PartialAttention {

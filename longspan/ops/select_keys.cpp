@@ -22,10 +22,6 @@ namespace {
 using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-at::TensorOptions sums_of(const at::Tensor& q) {
-  return q.options().dtype(accumulation_type(q.scalar_type()));
-}
-
 c10::SymIntArrayRef queries_of(const at::Tensor& q) {
   return q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 2));
 }
@@ -66,14 +62,14 @@ Tensors2 select(const at::Tensor& q, const at::Tensor& k,
   if (q.is_cpu()) {
     indices = at::empty({in.q.size(0), in.q.size(1), slots},
                         q.options().dtype(at::kInt));
-    if (with_scores) scores = at::empty(indices.sizes(), sums_of(q));
+    if (with_scores) scores = at::empty(indices.sizes(), sums_like(q));
     select_keys_cpu(in, from, to, indices, scores);
   } else {
     indices = select_keys_composite(in, slots, from, to);
     if (with_scores) scores = score_selected_composite(in, indices);
   }
   if (!with_scores) {
-    scores = at::empty({in.q.size(0), in.q.size(1), 0}, sums_of(q));
+    scores = at::empty({in.q.size(0), in.q.size(1), 0}, sums_like(q));
   }
   return q.dim() == 4 ? Tensors2{scores, indices}
                       : Tensors2{scores.squeeze(0), indices.squeeze(0)};
@@ -180,21 +176,22 @@ Tensors2 select_meta(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor indices =
       at::empty_symint(sizes, q.options().dtype(at::kInt));
   if (!with_scores) sizes.back() = 0;
-  return {at::empty_symint(sizes, sums_of(q)), indices};
+  return {at::empty_symint(sizes, sums_like(q)), indices};
 }
 
 at::Tensor score_meta(const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& weights, const at::Tensor& indices) {
   check_score(q, k, weights, indices);
-  return at::empty_symint(indices.sym_sizes(), sums_of(q));
+  return at::empty_symint(indices.sym_sizes(), sums_like(q));
 }
 
 Tensors3 score_backward_meta(const at::Tensor& /*dscores*/, const at::Tensor& q,
                              const at::Tensor& k, const at::Tensor& weights,
                              const at::Tensor& /*indices*/, bool exact_dk) {
-  return {at::empty_symint(q.sym_sizes(), q.options()),
-          at::empty_symint(k.sym_sizes(), exact_dk ? sums_of(k) : k.options()),
-          at::empty_symint(weights.sym_sizes(), weights.options())};
+  return {
+      at::empty_symint(q.sym_sizes(), q.options()),
+      at::empty_symint(k.sym_sizes(), exact_dk ? sums_like(k) : k.options()),
+      at::empty_symint(weights.sym_sizes(), weights.options())};
 }
 
 template <class Function>

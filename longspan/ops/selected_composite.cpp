@@ -68,15 +68,11 @@ void each_chunk(const SelectedInputs& in, const Visit& visit) {
   }
 }
 
-at::TensorOptions sums_of(const SelectedInputs& in) {
-  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
-}
-
 }  // namespace
 
 PartialAttention attend_selected_composite(const SelectedInputs& in) {
   PartialAttention answer = PartialAttention::nothing(
-      in.q.sizes().slice(0, 3), in.value_dim, sums_of(in));
+      in.q.sizes().slice(0, 3), in.value_dim, sums_like(in.q));
   each_chunk(
       in, [&](int64_t row, int64_t first, int64_t n, const Chunk& chunk) {
         const at::Tensor lse = chunk.scores.logsumexp(-1);
@@ -93,7 +89,7 @@ PartialAttention attend_selected_composite(const SelectedInputs& in) {
 
 SelectedSums attend_selected_backward_composite(const SelectedInputs& in,
                                                 const SelectedResult& result) {
-  const auto options = sums_of(in);
+  const auto options = sums_like(in.q);
   SelectedSums sums{at::zeros(in.q.sizes(), options), {}};
   // One row more, for the empty slots.
   const int64_t places = in.kv.size(1) * in.key_heads();
@@ -128,7 +124,7 @@ SelectedSums attend_selected_backward_composite(const SelectedInputs& in,
 
 at::Tensor selected_weights_composite(const SelectedInputs& in,
                                       const at::Tensor& lse) {
-  at::Tensor weights = at::zeros(in.indices.sizes(), sums_of(in));
+  at::Tensor weights = at::zeros(in.indices.sizes(), sums_like(in.q));
   each_chunk(in, [&](int64_t row, int64_t first, int64_t n,
                      const Chunk& chunk) {
     weights[row]

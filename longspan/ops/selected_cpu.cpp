@@ -31,15 +31,9 @@ void fill(SelectedAttentionArgs& args, const SelectedInputs& in) {
                   in.indices.stride(1), in.indices.stride(2)};
 }
 
-/// A thread is worth its start for a few million multiplications.
-ParallelFor threads_for(const SelectedInputs& in) {
-  constexpr int64_t kWorthAThread = 1 << 21;
-  const int64_t pairs = in.q.size(0) * in.q.size(1) * in.q.size(2) * in.slots();
-  return torch_threads(pairs * (in.q.size(3) + in.value_dim) / kWorthAThread);
-}
-
-at::TensorOptions sums_of(const SelectedInputs& in) {
-  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
+int64_t multiplications(const SelectedInputs& in) {
+  return in.q.size(0) * in.q.size(1) * in.q.size(2) * in.slots() *
+         (in.q.size(3) + in.value_dim);
 }
 
 const SelectedAttentionKernels& kernels() {
@@ -49,27 +43,24 @@ const SelectedAttentionKernels& kernels() {
 }  // namespace
 
 PartialAttention attend_selected_cpu(const SelectedInputs& in) {
-  if (kernels().forward == nullptr) return attend_selected_composite(in);
   auto sizes = in.q.sizes().vec();
   sizes.back() = in.value_dim;
   PartialAttention answer{at::empty(sizes, in.q.options()),
-                          at::empty(in.q.sizes().slice(0, 3), sums_of(in))};
+                          at::empty(in.q.sizes().slice(0, 3), sums_like(in.q))};
   SelectedForwardArgs args;
   fill(args, in);
   args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
   args.out = array_of<void*>(answer.out);
   args.lse = array_of<void*>(answer.lse);
-  if (in.q.numel() > 0) kernels().forward(args, threads_for(in));
+  if (in.q.numel() > 0)
+    kernels().forward(args, threads_for(multiplications(in)));
   return answer;
 }
 
 SelectedSums attend_selected_backward_cpu(const SelectedInputs& in,
                                           const SelectedResult& result) {
-  if (kernels().backward == nullptr) {
-    return attend_selected_backward_composite(in, result);
-  }
   SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
-                    at::zeros(in.kv.sizes(), sums_of(in))};
+                    at::zeros(in.kv.sizes(), sums_like(in.q))};
   SelectedBackwardArgs args;
   fill(args, in);
   args.dout = array_of<const void*>(result.dout);
@@ -77,19 +68,20 @@ SelectedSums attend_selected_backward_cpu(const SelectedInputs& in,
   args.delta = array_of<const void*>(result.delta);
   args.dq = array_of<void*>(sums.dq);
   args.dkv = array_of<void*>(sums.dkv);
-  if (in.q.numel() > 0) kernels().backward(args, threads_for(in));
+  if (in.q.numel() > 0)
+    kernels().backward(args, threads_for(multiplications(in)));
   return sums;
 }
 
 at::Tensor selected_weights_cpu(const SelectedInputs& in,
                                 const at::Tensor& lse) {
-  if (kernels().weights == nullptr) return selected_weights_composite(in, lse);
-  at::Tensor weights = at::empty(in.indices.sizes(), sums_of(in));
+  at::Tensor weights = at::empty(in.indices.sizes(), sums_like(in.q));
   SelectedWeightsArgs args;
   fill(args, in);
   args.lse = array_of<const void*>(lse);
   args.weights = array_of<void*>(weights);
-  if (weights.numel() > 0) kernels().weights(args, threads_for(in));
+  if (weights.numel() > 0)
+    kernels().weights(args, threads_for(multiplications(in)));
   return weights;
 }
 

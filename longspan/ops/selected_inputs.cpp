@@ -13,15 +13,8 @@ namespace longspan {
 
 namespace {
 
-constexpr int64_t kMostChannels = 576;
-
 bool is_index(const at::Tensor& t) {
   return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong;
-}
-
-at::Tensor with_contiguous_channels(const at::Tensor& t) {
-  return t.dim() == 0 || t.stride(-1) == 1 || t.size(-1) <= 1 ? t
-                                                              : t.contiguous();
 }
 
 }  // namespace

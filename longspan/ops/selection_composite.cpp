@@ -68,10 +68,6 @@ void each_list(const IndexerInputs& in, const at::Tensor& indices,
   }
 }
 
-at::TensorOptions sums_of(const IndexerInputs& in) {
-  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
-}
-
 }  // namespace
 
 at::Tensor top_keys_composite(const at::Tensor& scores, int64_t slots,
@@ -108,7 +104,7 @@ at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
                                  const at::Tensor& start,
                                  const at::Tensor& end) {
   const int64_t keys = in.k.size(1), heads = in.q.size(2);
-  const auto options = sums_of(in);
+  const auto options = sums_like(in.q);
   at::Tensor indices = at::full({in.q.size(0), in.q.size(1), slots}, -1,
                                 options.dtype(at::kInt));
   if (keys == 0 || slots == 0 || in.q.size(1) == 0) return indices;
@@ -150,8 +146,9 @@ at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
 
 at::Tensor score_selected_composite(const IndexerInputs& in,
                                     const at::Tensor& indices) {
-  at::Tensor scores = at::full(
-      indices.sizes(), -std::numeric_limits<double>::infinity(), sums_of(in));
+  at::Tensor scores =
+      at::full(indices.sizes(), -std::numeric_limits<double>::infinity(),
+               sums_like(in.q));
   each_list(
       in, indices,
       [&](int64_t row, int64_t first, int64_t n, const ListedKeys& listed) {
@@ -168,7 +165,7 @@ at::Tensor score_selected_composite(const IndexerInputs& in,
 IndexerGradients score_selected_backward_composite(const IndexerInputs& in,
                                                    const at::Tensor& indices,
                                                    const at::Tensor& dscores) {
-  const auto options = sums_of(in);
+  const auto options = sums_like(in.q);
   const int64_t tokens = in.k.size(1);
   // One row more, for the empty slots.
   at::Tensor dk = at::zeros({in.k.size(0), tokens + 1, in.k.size(2)}, options);

@@ -40,16 +40,6 @@ void fill(KeyScoreArgs& args, const IndexerInputs& in, int64_t slots) {
   args.slots = slots;
 }
 
-/// A thread is worth its start for a few million multiplications.
-ParallelFor threads_for(const IndexerInputs& in, int64_t keys) {
-  constexpr int64_t kWorthAThread = 1 << 21;
-  return torch_threads(in.q.numel() * keys / kWorthAThread);
-}
-
-at::TensorOptions sums_of(const IndexerInputs& in) {
-  return in.q.options().dtype(accumulation_type(in.q.scalar_type()));
-}
-
 const KeySelectionKernels& kernels() {
   return chosen_attention_kernels().selection;
 }
@@ -59,11 +49,6 @@ const KeySelectionKernels& kernels() {
 void select_keys_cpu(const IndexerInputs& in, const at::Tensor& start,
                      const at::Tensor& end, at::Tensor& indices,
                      at::Tensor& scores) {
-  if (kernels().select == nullptr) {
-    indices = select_keys_composite(in, indices.size(2), start, end);
-    if (scores.defined()) scores = score_selected_composite(in, indices);
-    return;
-  }
   SelectKeysArgs args;
   fill(args, in, indices.size(2));
   args.start = without_heads<const int32_t*>(start);
@@ -71,15 +56,12 @@ void select_keys_cpu(const IndexerInputs& in, const at::Tensor& start,
   args.indices = without_heads<int32_t*>(indices);
   if (scores.defined()) args.scores = without_heads<void*>(scores);
   if (indices.numel() > 0) {
-    kernels().select(args, threads_for(in, in.k.size(1)));
+    kernels().select(args, threads_for(in.q.numel() * in.k.size(1)));
   }
 }
 
 at::Tensor top_keys_cpu(const at::Tensor& scores, int64_t slots,
                         const at::Tensor& start, const at::Tensor& end) {
-  if (kernels().top_keys == nullptr) {
-    return top_keys_composite(scores, slots, start, end);
-  }
   at::Tensor indices =
       at::empty({scores.size(0), slots}, scores.options().dtype(at::kInt));
   TopKeysArgs args{
@@ -101,14 +83,13 @@ at::Tensor top_keys_cpu(const at::Tensor& scores, int64_t slots,
 
 at::Tensor score_selected_cpu(const IndexerInputs& in,
                               const at::Tensor& indices) {
-  if (kernels().score == nullptr) return score_selected_composite(in, indices);
-  at::Tensor scores = at::empty(indices.sizes(), sums_of(in));
+  at::Tensor scores = at::empty(indices.sizes(), sums_like(in.q));
   ScoreSelectedArgs args;
   fill(args, in, indices.size(2));
   args.indices = without_heads<const int32_t*>(indices);
   args.scores = without_heads<void*>(scores);
   if (scores.numel() > 0) {
-    kernels().score(args, threads_for(in, indices.size(2)));
+    kernels().score(args, threads_for(in.q.numel() * indices.size(2)));
   }
   return scores;
 }
@@ -116,12 +97,9 @@ at::Tensor score_selected_cpu(const IndexerInputs& in,
 IndexerGradients score_selected_backward_cpu(const IndexerInputs& in,
                                              const at::Tensor& indices,
                                              const at::Tensor& dscores) {
-  if (kernels().score_backward == nullptr) {
-    return score_selected_backward_composite(in, indices, dscores);
-  }
-  IndexerGradients sums{at::zeros(in.q.sizes(), sums_of(in)),
-                        at::zeros(in.k.sizes(), sums_of(in)),
-                        at::zeros(in.weights.sizes(), sums_of(in))};
+  IndexerGradients sums{at::zeros(in.q.sizes(), sums_like(in.q)),
+                        at::zeros(in.k.sizes(), sums_like(in.q)),
+                        at::zeros(in.weights.sizes(), sums_like(in.q))};
   ScoreSelectedBackwardArgs args;
   fill(args, in, indices.size(2));
   args.indices = without_heads<const int32_t*>(indices);
@@ -130,7 +108,7 @@ IndexerGradients score_selected_backward_cpu(const IndexerInputs& in,
   args.dk = without_heads<void*>(sums.dk);
   args.dweights = array_of<void*>(sums.dweights);
   if (dscores.numel() > 0) {
-    kernels().score_backward(args, threads_for(in, indices.size(2)));
+    kernels().score_backward(args, threads_for(in.q.numel() * indices.size(2)));
   }
   return sums;
 }

@@ -12,16 +12,6 @@
 
 namespace longspan {
 
-namespace {
-
-constexpr int64_t kMostChannels = 576;
-
-at::Tensor with_contiguous_channels(const at::Tensor& t) {
-  return t.stride(-1) == 1 || t.size(-1) <= 1 ? t : t.contiguous();
-}
-
-}  // namespace
-
 void check_indexer(const char* who, const at::Tensor& q, const at::Tensor& k,
                    const at::Tensor& weights) {
   check(q.dim() == 3 || q.dim() == 4, who, ": `q` is ", describe(q),

@@ -62,4 +62,9 @@ ParallelFor torch_threads(int64_t most) {
   };
 }
 
+ParallelFor threads_for(int64_t multiplications) {
+  constexpr int64_t kWorthAThread = 1 << 21;
+  return torch_threads(multiplications / kWorthAThread);
+}
+
 }  // namespace longspan

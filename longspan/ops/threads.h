@@ -16,4 +16,8 @@ namespace longspan {
 /// fork, at exit, or between the ranks of a process.
 ParallelFor torch_threads(int64_t most = INT64_MAX);
 
+/// As many of them as so many multiplications are worth: a thread is worth its
+/// start for a few million.
+ParallelFor threads_for(int64_t multiplications);
+
 }  // namespace longspan

@@ -2,6 +2,11 @@
 
 namespace longspan {
 
+at::Tensor with_contiguous_channels(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor
+                                                        : tensor.contiguous();
+}
+
 std::optional<ElementType> element_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:

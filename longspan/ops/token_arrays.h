@@ -11,6 +11,12 @@
 
 namespace longspan {
 
+/// As many channels as kernels take.
+inline constexpr int64_t kMostChannels = 576;
+
+/// The tensor itself where its last axis is contiguous, else a copy.
+at::Tensor with_contiguous_channels(const at::Tensor& tensor);
+
 /// What kernels call a dtype; nothing where they have no such elements.
 std::optional<ElementType> element_type(at::ScalarType dtype);
 

@@ -76,7 +76,7 @@ CASES = [
     Case("latent", dim=36, value_dim=32, heads=8),
     Case("shared_key_value_with_sink", sink=True, heads=3),
     Case("large_heads", queries=3, keys=70, heads=64, slots=66, dim=576, value_dim=512),
-    Case("large_with_sink", queries=2, keys=50, heads=20, slots=33, dim=512, value_dim=512, sink=True),
+    Case("large_with_sink", queries=2, heads=20, slots=33, dim=512, value_dim=512, sink=True),
     Case("odd", queries=5, heads=1, dim=7, value_dim=5, slots=3),
     Case("groups", heads=6, groups=3),
     Case("rows", rows=3, sink=True),
@@ -128,7 +128,7 @@ def test_attends_to_the_listed_keys(case: Case, dtype: torch.dtype, device: str)
     exact = answer(slow, t, torch.float64)
     got = answer(ours, t, dtype)
     plain = answer(slow, t, dtype)
-    floor = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 4e-3)
+    floor = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 4e-3)
     for name, a, b, c in zip(("out", "lse", "dq", "dkv", "dsink"), got, exact, plain, strict=False):
         assert a.shape == b.shape, name
         error = distance(c, b) if torch.equal(c.isinf(), b.isinf()) and c.isfinite().any() else 0
@@ -326,10 +326,10 @@ def test_half_types_choose_by_their_own_scores(case: Indexer, dtype: torch.dtype
 def test_the_same_choice_however_queries_are_cut(cut: int) -> None:
     q, k, w, start, end = Indexer("cut", queries=12, heads=8, dim=32).tensors(torch.bfloat16, "cpu")
     whole = ops.select_keys(q, k, w, start, end, 9, True)
-    parts = [
-        ops.select_keys(*(t[i : i + cut] if j != 1 else t for j, t in enumerate((q, k, w, start, end))), 9, True)
-        for i in range(0, 12, cut)
-    ]  # fmt: skip
+    parts = []
+    for i in range(0, 12, cut):
+        some = slice(i, i + cut)
+        parts.append(ops.select_keys(q[some], k, w[some], start[some], end[some], 9, True))
     for a, b in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(a, torch.cat(b))
 
@@ -543,71 +543,45 @@ def refused(match: str, call: Any, *args: Any) -> None:
 def test_attend_selected_refuses_what_does_not_fit() -> None:
     q, kv = torch.randn(5, 4, 8), torch.randn(9, 8)
     lists = torch.zeros(5, 3, dtype=torch.int32)
-    call = ops.attend_selected
-    refused(
-        r"attend_selected: `q` is float32 \[5, 8\]; expected",
-        call,
-        q[:, 0],
-        kv,
-        lists,
-        None,
-        1.0,
-        0,
-    )
-    refused("expected float32, bfloat16", call, q.int(), kv.int(), lists, None, 1.0, 0)
-    refused("the channels differ", call, q, kv[:, :5], lists, None, 1.0, 0)
-    refused("they have the same type", call, q, kv.double(), lists, None, 1.0, 0)
-    refused("expected int32 or int64", call, q, kv, lists.float(), None, 1.0, 0)
-    refused("a list for each query", call, q, kv, lists[:4], None, 1.0, 0)
-    refused("value_dim is 9", call, q, kv, lists, None, 1.0, 9)
-    refused("value_dim is -1", call, q, kv, lists, None, 1.0, -1)
-    refused("must divide the heads", call, q, torch.randn(9, 3, 8), lists, None, 1.0, 0)
-    refused("a logit for each", call, q, kv, lists, torch.zeros(3), 1.0, 0)
-    refused("scale is nan", call, q, kv, lists, None, float("nan"), 0)
-    refused(
-        "1 to 576 channels",
-        call,
-        torch.randn(2, 1, 577),
-        torch.randn(3, 577),
-        lists[:2],
-        None,
-        1.0,
-        0,
-    )
-    refused("the rows differ", call, torch.randn(2, 5, 4, 8), torch.randn(3, 9, 8), lists.expand(2, 5, 3), None, 1.0, 0)  # fmt: skip
-    refused(
-        "what attend_selected returned",
-        ops.selected_weights,
-        q,
-        kv,
-        lists,
-        torch.zeros(5, 3),
-        None,
-        1.0,
-    )
+    rows, wide = torch.randn(2, 5, 4, 8), torch.randn(3, 1, 577)
+
+    def no(match: str, q: Any = q, kv: Any = kv, lists: Any = lists, **other: Any) -> None:
+        given = {"sink": None, "scale": 1.0, "value_dim": 0, **other}
+        refused(match, ops.attend_selected, q, kv, lists, *given.values())
+
+    no(r"attend_selected: `q` is float32 \[5, 8\]; expected", q[:, 0])
+    no("expected float32, bfloat16", q.int(), kv.int())
+    no("the channels differ", q, kv[:, :5])
+    no("they have the same type", q, kv.double())
+    no("expected int32 or int64", lists=lists.float())
+    no("a list for each query", lists=lists[:4])
+    no("a list for each group, or one for all", lists=lists.unsqueeze(1).expand(5, 2, 3))
+    no("value_dim is 9", value_dim=9)
+    no("value_dim is -1", value_dim=-1)
+    no("must divide the heads", kv=torch.randn(9, 3, 8))
+    no("a logit for each", sink=torch.zeros(3))
+    no("scale is nan", scale=float("nan"))
+    no("1 to 576 channels", wide, wide.squeeze(1), lists[:3])
+    no("the rows differ", rows, torch.randn(3, 9, 8), lists.expand(2, 5, 3))
+    lse = torch.zeros(5, 3)
+    refused("what attend_selected returned", ops.selected_weights, q, kv, lists, lse, None, 1.0)
 
 
 def test_select_keys_refuses_what_does_not_fit() -> None:
     q, k, w = torch.randn(5, 4, 8), torch.randn(9, 8), torch.randn(5, 4)
     window = torch.zeros(5, dtype=torch.int32)
-    call = ops.select_keys
-    refused("one for each query and head", call, q, k, w[:, :3], window, window, 2, False)
-    refused(
-        "expected Float, what scores are summed in|expected float32",
-        call,
-        q,
-        k,
-        w.double(),
-        window,
-        window,
-        2,
-        False,
-    )
-    refused("with the same channels", call, q, k[:, :4], w, window, window, 2, False)
-    refused("they have the same type", call, q, k.half(), w, window, window, 2, False)
-    refused(r"`start` is float32", call, q, k, w, window.float(), window, 2, False)
-    refused(r"`end` is int32 \[4\]", call, q, k, w, window, window[:4], 2, False)
-    refused("-1 slots", call, q, k, w, window, window, -1, False)
+
+    def no(match: str, q: Any = q, k: Any = k, w: Any = w, **other: Any) -> None:
+        given = {"start": window, "end": window, "slots": 2, **other}
+        refused(match, ops.select_keys, q, k, w, *given.values(), False)
+
+    no("one for each query and head", w=w[:, :3])
+    no("what scores are summed in", w=w.double())
+    no("with the same channels", k=k[:, :4])
+    no("they have the same type", k=k.half())
+    no("`start` is float32", start=window.float())
+    no(r"`end` is int32 \[4\]", end=window[:4])
+    no("-1 slots", slots=-1)
     refused("score_selected: `indices`", ops.score_selected, q, k, w, torch.zeros(4, 2).int())
     refused("one of `start` and `end` is missing", ops.top_keys, w, 2, window, None)
     refused("expected float32 or float64", ops.top_keys, w.half(), 2, None, None)

@@ -78,17 +78,17 @@ struct Level {
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all{
-      {kernels_named<kPortableSteps, kPortableSelectedSteps,
-                     kPortableSelection>("portable"),
-       nothing}};
+  std::vector<Level> all{{kernels_named<kPortableSteps, kPortableSelectedSteps,
+                                        kPortableSelection>("portable"),
+                          nothing}};
 #ifdef LONGSPAN_X86_KERNELS
   all.push_back(
       {kernels_named<kAvx2Steps, kAvx2SelectedSteps, kAvx2Selection>("avx2"),
        why_not_avx2});
-  all.push_back({kernels_named<kAvx512Steps, kAvx512SelectedSteps,
-                               kAvx512Selection>("avx512"),
-                 why_not_avx512});
+  all.push_back(
+      {kernels_named<kAvx512Steps, kAvx512SelectedSteps, kAvx512Selection>(
+           "avx512"),
+       why_not_avx512});
   const Level bf16{avx512_bf16_kernels(), why_not_bf16};
   // Intel's CPUs multiply pairs of bfloat16 no faster than two floats, so that
   // converting is better: 94 against 78 GFLOP/s on Sapphire Rapids.
