@@ -59,8 +59,10 @@ struct TopKeysArgs {
   int32_t* indices = nullptr;  // [queries, slots], contiguous
 };
 
-/// One implementation. The same bits for any number of threads; scratch is at
-/// most 32 MiB and some 100 KiB a thread, however many keys there are.
+/// One implementation. The same bits for any number of threads. However many
+/// queries and keys there are, a thread's scratch is at most 4 MiB, or what one
+/// query takes where that is more: 24 bytes a slot, 16 bytes for each channel
+/// of each head.
 struct KeySelectionKernels {
   void (*select)(const SelectKeysArgs& args,
                  const ParallelFor& parallel_for) = nullptr;

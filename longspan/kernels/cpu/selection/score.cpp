@@ -19,15 +19,17 @@ struct ListedKeys {
 };
 
 /// The same ones for any number of threads: parts of the queries, and as many
-/// groups of keys.
+/// groups of keys. A power of two.
 constexpr int64_t kMostParts = 16;
-/// Keys of a group that lie side by side.
-constexpr int64_t kSlice = 64;
+/// Keys of a group lie side by side in slices of 64.
+constexpr int kSliceBits = 6;
 
 int64_t parts_of(const ScoreSelectedBackwardArgs& args) {
-  return std::clamp<int64_t>(
-      std::min({args.queries, args.keys / kSlice, args.slots / 4}), 1,
-      kMostParts);
+  const int64_t useful =
+      std::min({args.queries, args.keys >> kSliceBits, args.slots / 4});
+  int64_t parts = 1;
+  while (parts < kMostParts && 2 * parts <= useful) parts *= 2;
+  return parts;
 }
 
 /// Visits the slots of a list whose key exists and is wanted, as many at a time
@@ -74,7 +76,7 @@ void run_round(const KeyScoreSteps& steps,
     bool started = false;
     each_part_of_list(
         place_of(args.indices, row, query), args.slots, args.keys,
-        [&](int32_t key) { return key / kSlice % parts == group; },
+        [&](int32_t key) { return (key >> kSliceBits & (parts - 1)) == group; },
         [&](const ListedKeys& found) {
           if (!started) steps.pack_queries(args, packed, scratch.data());
           started = true;

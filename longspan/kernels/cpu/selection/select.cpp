@@ -17,14 +17,16 @@ namespace {
 /// rows stay in the second cache, and there are jobs for several threads.
 constexpr int64_t kBlockBytes = 1280 << 10;
 constexpr int64_t kMostQueries = 64;
-constexpr int64_t kWantedBlocks = 32;
+constexpr int64_t kWantedBlocks = 32, kNeededBlocks = 8;
 
 int queries_of_block(const SelectKeysArgs& args, const KeyScoreSteps& steps) {
   const int64_t each =
       steps.scratch_bytes(args, 2) - steps.scratch_bytes(args, 1) +
       CandidateRoom::bytes_of(args.slots, accumulator_bytes(args.type));
   int64_t queries = std::clamp<int64_t>(kBlockBytes / each, 1, kMostQueries);
-  while (queries > 4 && args.rows * args.queries / queries < kWantedBlocks) {
+  const int64_t all = args.rows * args.queries;
+  while ((queries > 4 && all / queries < kWantedBlocks) ||
+         (queries > 1 && all / queries < kNeededBlocks)) {
     queries /= 2;
   }
   return static_cast<int>(queries);
