@@ -57,6 +57,13 @@ from longspan.gradients import sum_gradients
 from longspan.group import Group, agree, run_ranks
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
+from longspan.operators import (
+    attend_dense,
+    document_windows,
+    index_scores,
+    rotate_channels,
+    window_lists,
+)
 from longspan.parity import check_parity, leak_probe
 from longspan.randomness import rank_seed, seed_ranks, seeded_ranks
 
@@ -80,16 +87,19 @@ __all__ = [
     "all_to_all_heads",
     "all_to_all_tokens",
     "attend",
+    "attend_dense",
     "attention_layout",
     "check_parity",
     "clip_grad_norm",
     "cumulative_lengths",
     "cumulative_padded_lengths",
     "document_ids",
+    "document_windows",
     "draw",
     "draw_plan",
     "exchange_needed",
     "explain",
+    "index_scores",
     "kernel_levels",
     "key_windows",
     "leak_probe",
@@ -109,6 +119,7 @@ __all__ = [
     "return_needed",
     "roll",
     "rotate",
+    "rotate_channels",
     "run_ranks",
     "seed_ranks",
     "seeded_ranks",
@@ -118,6 +129,7 @@ __all__ = [
     "tiles",
     "unshard",
     "which_kernel",
+    "window_lists",
     "work_of",
     "work_per_rank",
 ]

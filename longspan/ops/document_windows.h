@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace longspan {
+
+/// Per token the keys [start, end) that it sees, int32 [tokens].
+struct DocumentWindows {
+  at::Tensor start;
+  at::Tensor end;
+};
+
+/// Causal key windows of a stream of documents, made where the offsets are:
+/// once a batch, and nothing is read back to the host.
+///
+/// cu are the offsets of the documents, integers [documents + 1] from 0 on.
+/// With pads between them, slots begin and end at cu_padded: a token sees the
+/// real keys of its document up to itself, a pad all of them, and a document
+/// without tokens shows its first pad, so that nobody sees nothing. Tokens
+/// behind the last offset see only themselves. Entries below 0 at the end of
+/// either list are ignored. The offsets are taken as they come: those that
+/// fall, or documents longer than their slots, make windows without a meaning.
+///
+/// torch.ops.longspan.document_windows(cu, cu_padded, tokens) -> (start, end)
+DocumentWindows document_windows(const at::Tensor& cu,
+                                 const std::optional<at::Tensor>& cu_padded,
+                                 int64_t tokens);
+
+}  // namespace longspan
