@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -32,6 +33,16 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return edge
+
+
+@contextlib.contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Refusals of an operator call its tensors what the caller called them."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"`(\w+)`", lambda m: f"`{names.get(m[1], m[1])}`", str(error))
+        raise ValueError(text) from None
 
 
 def _is_ours(error: Exception) -> bool:

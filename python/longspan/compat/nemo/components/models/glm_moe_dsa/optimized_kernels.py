@@ -1,16 +1,22 @@
-"""GLM's sparse attention: key windows, backend choice, kernel entry points."""
+"""GLM's sparse attention: key windows, backend choice, kernel entry points.
+
+The two kernels are operators of this library, on CPU and CUDA; TileLang is not
+needed.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+import longspan
 from longspan import _C
-from longspan.compat.nemo._batch import is_integral, shape_of, tensor_at
-from longspan.compat.nemo._edge import public
+from longspan.compat.nemo._batch import integer, is_integral, shape_of, tensor_at
+from longspan.compat.nemo._edge import public, renamed
 from longspan.compat.nemo._strict import is_strict
 
 __all__ = [
@@ -28,6 +34,10 @@ DsaSparseAttentionBackend = Literal["torch", "tilelang", "auto"]
 _KERNELS = ("indexer", "sparse_attn")
 _BACKENDS = ("torch", "tilelang", "auto")
 
+# The channels of the reference's kernel: latent, and rotary behind them.
+_LATENT = 512
+_ROPE = 64
+
 
 # The three entry points below are replaceable; the functions of this module look
 # them up when called.
@@ -40,6 +50,7 @@ def _slime_generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tens
     return _C.compact_windows(_offsets(who, "cu_seqlens", cu_seqlens))
 
 
+@public
 def _slime_lighting_indexer(
     index_q: Tensor,
     index_k: Tensor,
@@ -48,17 +59,79 @@ def _slime_lighting_indexer(
     ends: Tensor,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(scores, indices) of the best keys of each query."""
-    raise NotImplementedError("tilelang_indexer_topk: comes with the lightning indexer kernels")
+    """(scores, indices) of the best keys of each query, [Tq, topk] both.
+
+    Indices ascend, equal scores go to the lower key, and an empty slot is -1 with
+    a score of -inf. The scores carry a gradient. In strict mode scores descend.
+    """
+    scores, indices = _select(index_q, index_k, head_weights, starts, ends, topk, True)
+    if is_strict():
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        indices = indices.gather(-1, order)
+    return scores, indices
+
+
+@public
+def _sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) over the chosen keys: [Tq, n, C] and [Tq, n].
+
+    Values are the first C = `value_dim` channels of kv. Unless told, C is 512 of
+    576 channels, the only shape of the reference; of others all channels come
+    back, and the caller takes those that are values. The logarithm is natural
+    (-inf: saw no key), base 2 in strict mode.
+    """
+    who = "_sparse_mla"
+    for name, value in (("q", q), ("kv", kv), ("indices", indices)):
+        tensor_at(who, name, value)
+    if value_dim is None:
+        value_dim = _LATENT if q.dim() and q.shape[-1] == _LATENT + _ROPE else 0
+    with renamed():
+        out, lse = torch.ops.longspan.attend_selected(q, kv, indices, None, float(scale), value_dim)
+    return out, lse * math.log2(math.e) if is_strict() else lse
 
 
 class _slime_sparse_mla:
-    @staticmethod
-    def apply(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp) over the chosen keys."""
-        raise NotImplementedError(
-            "tilelang_sparse_attention: comes with the sparse attention kernels"
+    apply = staticmethod(_sparse_mla)
+
+
+# Ours, to see whether users have put something in their place.
+_COMPACT = _slime_generate_varlen_mask_params
+_INDEXER = _slime_lighting_indexer
+_MLA = _slime_sparse_mla.apply
+
+
+def _select(
+    index_q: Tensor,
+    index_k: Tensor,
+    head_weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    topk: int,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor]:
+    who = "_slime_lighting_indexer"
+    for name, value in (("index_q", index_q), ("index_k", index_k), ("head_weights", head_weights)):
+        tensor_at(who, name, value)
+    topk = integer(who, "topk", topk)
+    if is_strict() and index_k.dim() and topk > index_k.shape[0]:
+        raise RuntimeError(f"{who}: selected {topk} keys of {index_k.shape[0]}")
+    names = {"q": "index_q", "k": "index_k", "weights": "head_weights"}
+    with renamed(**names, start="starts", end="ends"):
+        scores, indices = torch.ops.longspan.select_keys(
+            index_q, index_k, _weights(index_q, head_weights), starts, ends, topk, with_scores
         )
+    return scores, indices
+
+
+def _weights(index_q: Tensor, head_weights: Tensor) -> Tensor:
+    """[Tq, Hi] in what scores are summed in; a single head may have lost its axis."""
+    if index_q.dim() == 3 and head_weights.dim() == 1 and index_q.shape[1] == 1:
+        head_weights = head_weights.unsqueeze(-1)
+    elif head_weights.dim() == index_q.dim() and head_weights.shape[-1] == 1:
+        head_weights = head_weights.squeeze(-1)
+    return head_weights.to(torch.float64 if index_q.dtype == torch.float64 else torch.float32)
 
 
 def _offsets(who: str, name: str, value: Any) -> Tensor:
@@ -83,6 +156,9 @@ def _generate_padded_varlen_mask_params(
     )
 
 
+_PADDED = _generate_padded_varlen_mask_params
+
+
 def _all_cuda(*tensors: Tensor) -> bool:
     """Whether every tensor is on a CUDA device; true for none."""
     return all(tensor.is_cuda for tensor in tensors)
@@ -90,13 +166,13 @@ def _all_cuda(*tensors: Tensor) -> bool:
 
 @public
 def is_dsa_kernel_available(name: str) -> bool:
-    """Whether the kernel "indexer" or "sparse_attn" can run here."""
+    """Whether the kernel "indexer" or "sparse_attn" can run here: both, on CPU too."""
     if name not in _KERNELS:
         raise ValueError(
             f"is_dsa_kernel_available: no kernel {name!r}; there are "
             f"{' and '.join(map(repr, _KERNELS))}"
         )
-    return False
+    return True
 
 
 @public
@@ -145,6 +221,39 @@ def _to_the_end(starts: Tensor, ends: Tensor, stream: Any) -> tuple[Tensor, Tens
     )
 
 
+def _windows(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, stream: Any
+) -> tuple[Tensor, Tensor]:
+    """The key windows of a stream. On a device nothing is read back: the rule with
+    slots gives the compact windows too where the two lists are equal."""
+    ours = (
+        _slime_generate_varlen_mask_params is _COMPACT
+        and _generate_padded_varlen_mask_params is _PADDED
+        and not is_strict()
+    )
+    if ours and isinstance(stream, Tensor) and stream.dim() and _on_device(cu_seqlens):
+        who = "tilelang_indexer_topk"
+        slots = None if cu_seqlens_padded is cu_seqlens else cu_seqlens_padded
+        if slots is not None:
+            slots = _offsets(who, "cu_seqlens_padded", slots).to(cu_seqlens.device)
+        return longspan.document_windows(
+            _offsets(who, "cu_seqlens", cu_seqlens), slots, tokens=stream.shape[0]
+        )
+    if (
+        cu_seqlens_padded is None
+        or cu_seqlens_padded is cu_seqlens
+        or torch.equal(cu_seqlens, cu_seqlens_padded)
+    ):
+        starts, ends = _slime_generate_varlen_mask_params(cu_seqlens)
+    else:
+        starts, ends = _generate_padded_varlen_mask_params(cu_seqlens, cu_seqlens_padded)
+    return (starts, ends) if is_strict() else _to_the_end(starts, ends, stream)
+
+
+def _on_device(offsets: Any) -> bool:
+    return isinstance(offsets, Tensor) and offsets.device.type != "cpu"
+
+
 @public
 def tilelang_indexer_topk(
     index_q: Tensor,
@@ -157,30 +266,24 @@ def tilelang_indexer_topk(
 ) -> Tensor:
     """The best keys of every query, [Tq, 1, K] int32, -1 = empty slot.
 
-    Tokens behind the last document see only themselves.
+    Tokens behind the last document see only themselves. No gradient.
     """
-    if cu_seqlens_padded is None or torch.equal(cu_seqlens, cu_seqlens_padded):
-        starts, ends = _slime_generate_varlen_mask_params(cu_seqlens)
-    else:
-        starts, ends = _generate_padded_varlen_mask_params(cu_seqlens, cu_seqlens_padded)
-    if not is_strict():
-        stream = index_q if query_indices is None else index_k
-        starts, ends = _to_the_end(starts, ends, stream)
+    stream = index_q if query_indices is None else index_k
+    starts, ends = _windows(cu_seqlens, cu_seqlens_padded, stream)
     if query_indices is not None:
         rows = query_indices.reshape(-1).to(torch.int64)
         starts = starts.index_select(0, rows)
         ends = ends.index_select(0, rows)
-    _, indices = _slime_lighting_indexer(
-        index_q,
-        index_k,
-        head_weights,
-        starts.to(torch.int32),
-        ends.to(torch.int32),
-        index_topk,
-    )
+    windows = (starts.to(torch.int32), ends.to(torch.int32))
+    indexer = _slime_lighting_indexer
+    if indexer is _INDEXER and not is_strict():  # nobody asks for the scores
+        _, indices = _select(index_q, index_k, head_weights, *windows, index_topk, False)
+    else:
+        _, indices = indexer(index_q, index_k, head_weights, *windows, index_topk)
     return indices.to(torch.int32).unsqueeze(1).contiguous()
 
 
+@public
 def tilelang_sparse_attention(
     q: Tensor,
     kv_latent: Tensor,
@@ -188,6 +291,26 @@ def tilelang_sparse_attention(
     w_vc: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """Attention over chosen latent keys, projected to values: [Tq, n, dv]."""
-    latent, _ = _slime_sparse_mla.apply(q, kv_latent, topk_indices, softmax_scale)
+    """Attention over chosen latent keys, projected to values: [Tq, n, dv].
+
+    `w_vc` [n, dv, C] tells how many channels of a key are its value. Give the
+    weight that the model really uses, adapters included.
+    """
+    who = "tilelang_sparse_attention"
+    if tensor_at(who, "w_vc", w_vc).dim() != 3:
+        raise ValueError(f"{who}: `w_vc` is {shape_of(w_vc)}; expected [heads, dv, C]")
+    channels = w_vc.shape[2]
+    apply = _slime_sparse_mla.apply
+    if apply is _MLA:
+        with renamed(kv="kv_latent", indices="topk_indices"):
+            latent, _ = apply(q, kv_latent, topk_indices, softmax_scale, channels)
+    else:
+        latent, _ = apply(q, kv_latent, topk_indices, softmax_scale)
+    if latent.shape[-1] > channels:
+        latent = latent[..., :channels]
+    if tuple(latent.shape[-2:]) != (w_vc.shape[0], channels):
+        raise ValueError(
+            f"{who}: `w_vc` is {shape_of(w_vc)} but attention gave {shape_of(latent)}; "
+            "expected [heads, dv, C] for [tokens, heads, C]"
+        )
     return torch.einsum("thc,hdc->thd", latent, w_vc)
