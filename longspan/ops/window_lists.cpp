@@ -26,44 +26,44 @@ at::Tensor kept(const at::Tensor& keys, const at::Tensor& there) {
   return keys.masked_fill(there.logical_not(), -1);
 }
 
-at::Tensor ended(const char* who, const at::Tensor& positions, int64_t ratio) {
-  check(is_index(positions), who, ": `positions` is ", describe(positions),
+at::Tensor ended(const char* who, const at::Tensor& queries, int64_t ratio) {
+  check(is_index(queries), who, ": `queries` is ", describe(queries),
         "; expected int32 or int64");
   check(ratio >= 1, who, ": pools of ", ratio,
         " tokens; expected a ratio of 1 or more");
-  return (positions + 1).floor_divide(ratio);
+  return (queries + 1).floor_divide(ratio);
 }
 
-at::Tensor lists_of(const at::Tensor& positions, c10::SymInt keys,
+at::Tensor lists_of(const at::Tensor& queries, c10::SymInt keys,
                     c10::SymInt window, c10::SymInt pools, int64_t ratio,
                     const std::optional<at::Tensor>& chosen) {
   const char* const who = "window_lists";
-  check(is_index(positions) && positions.dim() >= 1, who, ": `positions` is ",
-        describe(positions), "; expected int32 or int64 [.., T]");
+  check(is_index(queries) && queries.dim() >= 1, who, ": `queries` is ",
+        describe(queries), "; expected int32 or int64 [.., T]");
   check(keys >= 0 && window >= 0 && pools >= 0, who, ": ", keys,
         " keys, a window of ", window, " and ", pools,
         " pools; expected 0 or more");
-  const at::Tensor query = positions.unsqueeze(-1);
-  const at::Tensor key = counting(keys.min(window), positions) +
+  const at::Tensor query = queries.unsqueeze(-1);
+  const at::Tensor key = counting(keys.min(window), queries) +
                          (query - at::Scalar(window) + 1).clamp_min(0);
   at::Tensor near =
       kept(key, (key <= query).logical_and(key < at::Scalar(keys)));
   if (chosen) {
-    check(is_index(*chosen) && chosen->dim() == positions.dim() + 1 &&
+    check(is_index(*chosen) && chosen->dim() == queries.dim() + 1 &&
               chosen->sym_sizes().slice(
-                  0, static_cast<std::size_t>(positions.dim())) ==
-                  positions.sym_sizes() &&
-              chosen->device() == positions.device(),
-          who, ": `chosen` is ", describe(*chosen), " but `positions` ",
-          describe(positions), "; expected int32 or int64 [.., T, slots]");
-    const at::Tensor pool = chosen->to(positions.scalar_type());
+                  0, static_cast<std::size_t>(queries.dim())) ==
+                  queries.sym_sizes() &&
+              chosen->device() == queries.device(),
+          who, ": `chosen` is ", describe(*chosen), " but `queries` ",
+          describe(queries), "; expected int32 or int64 [.., T, slots]");
+    const at::Tensor pool = chosen->to(queries.scalar_type());
     const at::Tensor far =
         kept(pool + at::Scalar(keys),
              (*chosen >= 0).logical_and(*chosen < at::Scalar(pools)));
     return at::cat({near, far}, -1);
   }
   if (pools == 0) return near;
-  const at::Tensor pool = counting(pools, positions);
+  const at::Tensor pool = counting(pools, queries);
   return at::cat(
       {near, kept(pool + at::Scalar(keys), pool < ended(who, query, ratio))},
       -1);
@@ -93,15 +93,15 @@ at::Tensor hide(const at::Tensor& lists, const at::Tensor& mask) {
 
 }  // namespace
 
-at::Tensor window_lists(const at::Tensor& positions, int64_t keys,
-                        int64_t window, const Pools& pools) {
+at::Tensor window_lists(const at::Tensor& queries, int64_t keys, int64_t window,
+                        const Pools& pools) {
   return lists_of(
-      positions, keys, window, pools.count, pools.ratio,
+      queries, keys, window, pools.count, pools.ratio,
       pools.chosen.defined() ? std::optional(pools.chosen) : std::nullopt);
 }
 
-at::Tensor ended_pools(const at::Tensor& positions, int64_t ratio) {
-  return ended("ended_pools", positions, ratio);
+at::Tensor ended_pools(const at::Tensor& queries, int64_t ratio) {
+  return ended("ended_pools", queries, ratio);
 }
 
 at::Tensor hide_listed(const at::Tensor& lists, const at::Tensor& mask) {
@@ -110,10 +110,10 @@ at::Tensor hide_listed(const at::Tensor& lists, const at::Tensor& mask) {
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {
   m.def(
-      "window_lists(Tensor positions, SymInt keys, SymInt window, "
+      "window_lists(Tensor queries, SymInt keys, SymInt window, "
       "SymInt pools=0, int ratio=0, Tensor? chosen=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  m.def("ended_pools(Tensor positions, int ratio) -> Tensor",
+  m.def("ended_pools(Tensor queries, int ratio) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   m.def("hide_listed(Tensor lists, Tensor mask) -> Tensor",
         {at::Tag::pt2_compliant_tag});

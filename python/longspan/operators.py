@@ -76,7 +76,7 @@ def document_windows(
 
 
 def window_lists(
-    positions: Tensor,
+    queries: Tensor,
     *,
     keys: int,
     window: int,
@@ -87,12 +87,12 @@ def window_lists(
 ) -> Tensor:
     """The keys of each query: a sliding window, then compressed keys behind it.
 
-    `positions` [B, T] are tokens of the whole stream, which has `keys` of them;
-    key ``keys + p`` stands for ``ratio`` tokens from ``p * ratio`` on. All pools that
+    `queries` [B, T] are tokens of the whole stream, which has `keys` of them; key
+    ``keys + p`` stands for ``ratio`` tokens from ``p * ratio`` on. All pools that
     ended, or those of `chosen` [B, T, slots]. `mask` [B, T, keys + pools] hides
     what is false or below 0. -1 = empty slot.
     """
-    lists: Tensor = torch.ops.longspan.window_lists(positions, keys, window, pools, ratio, chosen)
+    lists: Tensor = torch.ops.longspan.window_lists(queries, keys, window, pools, ratio, chosen)
     if mask is not None:
         lists = torch.ops.longspan.hide_listed(lists, mask)
     return lists

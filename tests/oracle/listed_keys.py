@@ -78,12 +78,12 @@ def rotate(x: Tensor, angles: Tensor, first: int, pairs: str) -> Tensor:
 
 
 def window_list(
-    position: int, keys: int, window: int, pools: int, ratio: int, chosen: list[int] | None = None
+    query: int, keys: int, window: int, pools: int, ratio: int, chosen: list[int] | None = None
 ) -> list[int]:
     """The list of one query."""
-    first = max(position - window + 1, 0)
+    first = max(query - window + 1, 0)
     near = [first + o for o in range(min(keys, window))]
-    near = [key if key <= position and key < keys else -1 for key in near]
+    near = [key if key <= query and key < keys else -1 for key in near]
     if chosen is not None:
         return near + [keys + p if 0 <= p < pools else -1 for p in chosen]
-    return near + [keys + p if (p + 1) * ratio <= position + 1 else -1 for p in range(pools)]
+    return near + [keys + p if (p + 1) * ratio <= query + 1 else -1 for p in range(pools)]

@@ -88,22 +88,18 @@ def test_lists_of_a_window_and_pools() -> None:
 @pytest.mark.parametrize("keys", [0, 1, 5, 9])
 @pytest.mark.parametrize("window", [0, 1, 4, 20])
 def test_lists_are_the_oracles(keys: int, window: int, dtype: torch.dtype) -> None:
-    positions = torch.tensor([[0, 1, 5, 8, 12], [3, -1, 2, 0, 7]], dtype=dtype)
+    queries = torch.tensor([[0, 1, 5, 8, 12], [3, -1, 2, 0, 7]], dtype=dtype)
     for pools, ratio in ((0, 0), (3, 1), (2, 4)):
-        got = longspan.window_lists(positions, keys=keys, window=window, pools=pools, ratio=ratio)
+        got = longspan.window_lists(queries, keys=keys, window=window, pools=pools, ratio=ratio)
         assert got.dtype == dtype
         for row in range(2):
-            for t, position in enumerate(positions[row].tolist()):
-                expected = slow.window_list(position, keys, window, pools, ratio)
+            for t, query in enumerate(queries[row].tolist()):
+                expected = slow.window_list(query, keys, window, pools, ratio)
                 assert got[row, t].tolist() == expected
     chosen = torch.tensor([[0, 1, -1], [-5, 2, 1], [9, 0, 0], [2, 1, 0], [1, 2**31 - 1, 0]])
-    got = longspan.window_lists(
-        positions[:1], keys=keys, window=window, pools=2, chosen=chosen[None]
-    )
-    for t, position in enumerate(positions[0].tolist()):
-        assert got[0, t].tolist() == slow.window_list(
-            position, keys, window, 2, 0, chosen[t].tolist()
-        )
+    got = longspan.window_lists(queries[:1], keys=keys, window=window, pools=2, chosen=chosen[None])
+    for t, query in enumerate(queries[0].tolist()):
+        assert got[0, t].tolist() == slow.window_list(query, keys, window, 2, 0, chosen[t].tolist())
 
 
 def test_a_mask_takes_keys_from_lists() -> None:
@@ -120,7 +116,7 @@ def test_a_mask_takes_keys_from_lists() -> None:
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("`positions` is float32", lambda p: longspan.window_lists(p.float(), keys=1, window=1)),
+        ("`queries` is float32", lambda p: longspan.window_lists(p.float(), keys=1, window=1)),
         ("expected 0 or more", lambda p: longspan.window_lists(p, keys=1, window=-1)),
         ("pools of 0 tokens", lambda p: longspan.window_lists(p, keys=1, window=1, pools=1)),
         (
@@ -141,9 +137,9 @@ def test_lists_refuse(message: str, call: Any) -> None:
 
 
 def test_lists_and_windows_compile_whole() -> None:
-    def both(positions: torch.Tensor, cu: torch.Tensor, mask: torch.Tensor) -> Any:
-        tokens = positions.shape[1]
-        lists = longspan.window_lists(positions, keys=tokens, window=3, pools=2, ratio=4, mask=mask)
+    def both(queries: torch.Tensor, cu: torch.Tensor, mask: torch.Tensor) -> Any:
+        tokens = queries.shape[1]
+        lists = longspan.window_lists(queries, keys=tokens, window=3, pools=2, ratio=4, mask=mask)
         return lists, *longspan.document_windows(cu, cu, tokens=tokens)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -20,6 +20,7 @@ thd_utils = importlib.import_module(NEMO + "distributed.thd_utils")
 glm = importlib.import_module(NEMO + "models.glm_moe_dsa.cp")
 kernels = importlib.import_module(NEMO + "models.glm_moe_dsa.optimized_kernels")
 dsv4 = importlib.import_module(NEMO + "models.deepseek_v4.cp")
+dsv4_kernels = importlib.import_module(NEMO + "models.deepseek_v4.optimized_kernels")
 gemma4 = importlib.import_module(NEMO + "models.gemma4_moe.cp_batch")
 
 

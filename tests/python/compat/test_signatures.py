@@ -4,7 +4,7 @@ import inspect
 import typing
 
 import pytest
-from compat_support import cp_utils, dsv4, gemma4, glm, kernels, thd_utils
+from compat_support import cp_utils, dsv4, dsv4_kernels, gemma4, glm, kernels, thd_utils
 
 SIGNATURES = {
     cp_utils: {
@@ -55,6 +55,17 @@ SIGNATURES = {
         "dsv4_cp_local_seq_multiple": "(model_or_config)",
         "make_dsv4_contiguous_shard_cp_batch_and_ctx": "(cp_mesh, tp_mesh, batch, *, "
         "loss_mask=None, padding_token_id=0, pad_multiple=None)",
+    },
+    dsv4_kernels: {
+        "build_dsv4_sparse_topk_indices": "(*, batch_size, seq_len, key_len, window_size, "
+        "device, attention_mask=None, compress_ratio=0, compressed_topk=None, n_pooled=0, "
+        "vanilla_key_len=None, q_positions=None)",
+        "dsv4_indexer_scores": "(q, pooled_kv, weights, *, compress_ratio, softmax_scale, "
+        "backend, query_start=0, query_total_len=None)",
+        "dsv4_indexer_topk_scores": "(q, pooled_kv, weights, topk_indices, *, compress_ratio, "
+        "softmax_scale, backend)",
+        "dsv4_sparse_attention": "(q, kv, sinks, topk_idxs, sm_scale, *, backend)",
+        "is_dsv4_kernel_available": "(name)",
     },
     gemma4: {
         "_make_contiguous_shard_cp_batch": "(cp_mesh, batch, *, primary_key, "
