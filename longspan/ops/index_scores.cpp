@@ -48,10 +48,14 @@ struct Chunk {
   at::Tensor q;        // [n, H, D]
   at::Tensor k;        // [Tk, D]
   at::Tensor weights;  // [n, H]
+  at::Tensor scratch = {};
 
-  /// q[:, head] . k, [n, Tk].
-  at::Tensor products(int64_t head) const {
-    return at::mm(q.select(1, head), k.t());
+  /// q[:, head] . k, [n, Tk], in the memory of the head before.
+  const at::Tensor& products(int64_t head) {
+    if (!scratch.defined()) {
+      scratch = at::empty({count, k.size(0)}, q.options());
+    }
+    return at::mm_out(scratch, q.select(1, head), k.t());
   }
   at::Tensor weight(int64_t head) const { return weights.narrow(1, head, 1); }
 
@@ -98,7 +102,7 @@ at::Tensor scores(const at::Tensor& q, const at::Tensor& k,
   const auto in = IndexerInputs::of(q, k, weights);
   at::Tensor all =
       at::zeros({in.q.size(0), in.q.size(1), in.k.size(1)}, sums_of(q));
-  each_chunk(in, [&](const Chunk& chunk) {
+  each_chunk(in, [&](Chunk& chunk) {
     at::Tensor here = chunk.of(all);
     for (int64_t head = 0; head < in.q.size(2); ++head) {
       here.addcmul_(chunk.products(head).relu_(), chunk.weight(head));
@@ -121,14 +125,14 @@ Tensors3 scores_backward(const at::Tensor& dscores, const at::Tensor& q,
   at::Tensor dq = at::zeros(in.q.sizes(), sums_of(q));
   at::Tensor dk = at::zeros(in.k.sizes(), sums_of(q));
   at::Tensor dweights = at::zeros(in.weights.sizes(), sums_of(q));
-  each_chunk(in, [&](const Chunk& chunk) {
+  each_chunk(in, [&](Chunk& chunk) {
     at::Tensor g = chunk.of(given);
     if (start) {
       g = g.masked_fill(hidden_keys(chunk, window(q, *start), window(q, *end)),
                         0);
     }
     for (int64_t head = 0; head < in.q.size(2); ++head) {
-      const at::Tensor products = chunk.products(head);
+      const at::Tensor& products = chunk.products(head);
       const at::Tensor through =
           (g * chunk.weight(head)).masked_fill_(products <= 0, 0);
       chunk.of(dq).select(1, head).copy_(at::mm(through, chunk.k));
