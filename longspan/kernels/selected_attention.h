@@ -47,7 +47,8 @@ struct SelectedBackwardArgs : SelectedAttentionArgs {
 
 /// How much the heads of a query look at each slot together:
 /// weights[j] = sum_h exp(s_hj - lse_h), 0 for an empty slot. A list of
-/// `key_heads` > 1 is summed over the heads of its own group.
+/// `key_heads` > 1 is summed over the heads of its own group; heads whose lse
+/// is infinite count nothing.
 struct SelectedWeightsArgs : SelectedAttentionArgs {
   TokenArray<const void*> lse;  // [rows, queries, heads], accumulation type
   TokenArray<void*> weights;    // [rows, queries, key_heads, slots], likewise

@@ -13,10 +13,12 @@ namespace {
 // the order of the queries, whatever the threads, blocks and ranges.
 //
 // How the work is cut depends on shapes only.
-constexpr int64_t kBlockBytes = int64_t{48} << 20;  // of what queries leave
+constexpr int64_t kBlockBytes = int64_t{32} << 20;  // of what queries leave
 constexpr int64_t kMostQueries = 256;               // of a block
-constexpr int64_t kSlotsWorthARange = 64;           // of a query, on average
-constexpr int64_t kMostRanges = 64;
+// Ranges of so many slots of a query on average cost little, those of fewer are
+// worth it up to a few, for threads.
+constexpr int64_t kSlotsOfARange = 128, kMostRanges = 64;
+constexpr int64_t kSlotsWorthARange = 64, kFewRanges = 8;
 
 struct Cut {
   int range_bits;  // a range is 2^this keys
@@ -30,8 +32,9 @@ struct Cut {
         slot_bytes(steps.slot_bytes(args)),
         rows_bytes((args.slots + kSlotStep - 1) / kSlotStep * kSlotStep *
                    slot_bytes) {
-    const int64_t wanted =
-        std::clamp<int64_t>(args.slots / kSlotsWorthARange, 1, kMostRanges);
+    const int64_t wanted = std::max<int64_t>(
+        {1, std::min(args.slots / kSlotsWorthARange, kFewRanges),
+         std::min(args.slots / kSlotsOfARange, kMostRanges)});
     while (((args.keys - 1) >> range_bits) >= wanted) ++range_bits;
     ranges = args.keys == 0 ? 0 : ((args.keys - 1) >> range_bits) + 1;
     queries =

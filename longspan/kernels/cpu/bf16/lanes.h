@@ -107,6 +107,16 @@ inline bool any_of(Choice<float> choice) {
 #endif
 }
 
+inline float sum_of_lanes(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(x);
+#else
+  float sum = 0;
+  for (int i = 0; i < kWidth; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
 /// 2^x, within 2 ulp; 0 below 2^-126, infinite above the largest float, and
 /// exactly 1 for 0.
 inline Floats exp2_of(Floats x) {

@@ -199,9 +199,9 @@ void selected_pairs_take_query(const SelectedBackwardArgs& args,
       const HeadPanel panel = panel_of(args, list.key_head, p);
       const PairFacts facts(args, list, panel);
       const SelectedGradient state = s.panel(args, p);
-      multiply_gathered<Engine>(s.keys, all_keys, state.q, args.head_dim,
-                                panel.count, s.scores);
-      multiply_gathered<Engine>(s.keys, all_keys, state.dout, args.value_dim,
+      score_gathered<Engine>(args, list, first, all_keys, s.keys, state.q,
+                             panel.count, s.scores);
+      multiply_gathered<Engine>(s.keys, 0, all_keys, state.dout, args.value_dim,
                                 panel.count, s.dp);
       uint16_t* ds_rows = rows + p * kPanel;
       differentiate_heads(facts, count, all_keys, panel.count, s.scores, s.dp,

@@ -156,21 +156,36 @@ inline void selected_pairs_finish(const SelectedForwardArgs& args,
   }
 }
 
-/// scores = k q' of a gathered block.
+/// products[key, head] = row[key] * columns[head], of gathered keys
+/// [begin, end).
 template <class Engine>
-void multiply_gathered(const GatheredKeys& keys, int all_keys,
+void multiply_gathered(const GatheredKeys& keys, int begin, int end,
                        const uint32_t* columns, int channels, int heads,
-                       float* scores) {
+                       float* products) {
   Engine::template multiply<Begin::zero>(
-      {.a = keys.rows,
+      {.a = keys.rows + begin * keys.row_stride,
        .a_stride = keys.row_stride,
        .b = columns,
        .b_stride = kPanel,
-       .c = scores,
+       .c = products + begin * kScoreStride,
        .c_stride = kScoreStride,
-       .rows = all_keys,
+       .rows = end - begin,
        .depth = channels,
        .columns = rounded_up(heads, kSideStep)});
+}
+
+/// The same for scores of the block of listed keys from `first` on, while rows
+/// of the next block come from memory.
+template <class Engine>
+void score_gathered(const SelectedAttentionArgs& args, const SelectedKeys& list,
+                    int64_t first, int all_keys, const GatheredKeys& keys,
+                    const uint32_t* q, int heads, float* scores) {
+  for (int key = 0; key < all_keys; key += kDepthStep) {
+    const int64_t next = first + kKeysAtOnce + key;
+    prefetch_listed<uint16_t>(args, list, next, next + kDepthStep);
+    multiply_gathered<Engine>(keys, key, key + kDepthStep, q, args.head_dim,
+                              heads, scores);
+  }
 }
 
 /// c[head] += sum over keys of weight[key, head] * row[key]; weights in pairs
@@ -211,8 +226,8 @@ void selected_pairs_forward(const SelectedForwardArgs& args,
     for (int p = 0; p < head_panels(args); ++p) {
       const int heads = panel_of(args, list.key_head, p).count;
       const SelectedState state = s.panel(args, p);
-      multiply_gathered<Engine>(s.keys, all_keys, state.q, args.head_dim, heads,
-                                s.scores);
+      score_gathered<Engine>(args, list, first, all_keys, s.keys, state.q,
+                             heads, s.scores);
       weigh_heads(factor, count, all_keys, heads, s, state);
       add_gathered<Engine>(s.keys, all_keys, s.weights, heads, args.value_dim,
                            s.turned, state.out, s.out_stride);
@@ -246,9 +261,8 @@ void selected_pairs_weights(const SelectedWeightsArgs& args,
       HeadFacts<float> facts(args.lse, list, panel);
       for (float& lse : facts.lse)
         lse *= static_cast<float>(ScoreScale::kLog2E);
-      multiply_gathered<Engine>(s.keys, rounded_up(count, kDepthStep),
-                                s.panel(args, p).q, args.head_dim, panel.count,
-                                s.scores);
+      score_gathered<Engine>(args, list, first, rounded_up(count, kDepthStep),
+                             s.keys, s.panel(args, p).q, panel.count, s.scores);
       for (int key = 0; key < count; ++key) {
         Floats sum = {};
         for (int lane = 0; lane < panel.count; lane += kWidth) {
@@ -257,9 +271,7 @@ void selected_pairs_weights(const SelectedWeightsArgs& args,
                       load(facts.lse + lane));
           sum += load(facts.alive + lane) != 0 ? weight : Floats{};
         }
-        float all = p == 0 ? 0 : to[key];
-        for (int i = 0; i < kWidth; ++i) all += sum[i];
-        to[key] = all;
+        to[key] = sum_of_lanes(sum) + (p == 0 ? 0 : to[key]);
       }
     }
     to += count;
