@@ -102,7 +102,7 @@ std::string absent_ranks(int64_t rank, int64_t ranks,
   group->setDefaultBackend(kind);
   // Operators find groups by their names as long as somebody keeps them.
   static std::vector<Group> made;
-  return made.emplace_back(Group::of(group)).name();
+  return made.emplace_back(Group::owning(group)).name();
 }
 
 std::vector<at::Tensor> sent_gradients(const std::string& name,

@@ -36,7 +36,7 @@ bool has_backend(const c10d::ProcessGroup& process_group, at::DeviceType type) {
 
 Route route_for(const Group& group, at::Device device,
                 const std::string& purpose) {
-  const auto& process_group = group.process_group();
+  const auto process_group = group.process_group();
   const auto has = [&](at::DeviceType type) {
     return has_backend(*process_group, type);
   };
@@ -67,7 +67,7 @@ at::Tensor host_like(const at::Tensor& tensor) {
 void connect_once(const Group& group, at::Device device,
                   const std::string& purpose) {
   if (device.is_cpu() || group.record()->connected) return;
-  const auto& process_group = group.process_group();
+  const auto process_group = group.process_group();
   if (!has_backend(*process_group, device.type())) return;
   const auto backend = process_group->getBackend(device.type());
   if (!backend->supportsCoalescing()) return;

@@ -88,6 +88,7 @@ struct Transfer::State {
   };
 
   Group group;
+  c10::intrusive_ptr<c10d::ProcessGroup> in_use;
   std::string purpose;
   Route route;
   std::vector<Posted> posted = {};
@@ -221,6 +222,7 @@ Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
   Route route = route_for(group, *device, purpose);
   transfer.state_ = std::make_unique<Transfer::State>(
       Transfer::State{.group = group,
+                      .in_use = group.process_group(),
                       .purpose = std::move(purpose),
                       .route = std::move(route)});
   Transfer::State& state = *transfer.state_;

@@ -44,18 +44,25 @@ std::string registered_name(const ProcessGroup& process_group) {
   return name;
 }
 
-struct Entry {
-  // A weak pointer keeps the address from being given to another group.
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;
-  std::shared_ptr<GroupRecord> record;
-};
+using Record = std::shared_ptr<GroupRecord>;
 
 std::mutex records_mutex;
 
-std::unordered_map<c10d::ProcessGroup*, Entry>& records() {
+std::unordered_map<c10d::ProcessGroup*, Record>& records() {
   // Never destroyed: groups may outlive static objects.
-  static auto* const map = new std::unordered_map<c10d::ProcessGroup*, Entry>;
+  static auto* const map = new std::unordered_map<c10d::ProcessGroup*, Record>;
   return *map;
+}
+
+/// Null when it is gone, and for solo.
+ProcessGroup alive(const Record& record) {
+  return record ? record->process_group.lock() : ProcessGroup();
+}
+
+void check_alive(const ProcessGroup& process_group, const std::string& name) {
+  check(process_group.defined(), "Group: no process group named '", name,
+        "' is alive; keep it, and destroy it only after the last use of the "
+        "group");
 }
 
 std::optional<std::string> variable(const std::string& name) {
@@ -113,25 +120,23 @@ void GroupRecord::forget_abandoned() {
 }
 
 std::shared_ptr<GroupRecord> record_of(const ProcessGroup& process_group) {
-  std::vector<Entry> gone;  // let go of after the lock
+  std::vector<Record> gone;  // let go of after the lock
   const std::lock_guard lock(records_mutex);
   auto& map = records();
   if (const auto it = map.find(process_group.get()); it != map.end()) {
-    return it->second.record;
+    return it->second;
   }
   for (auto it = map.begin(); it != map.end();) {
-    if (!it->second.process_group.expired()) {
+    if (!it->second->process_group.expired()) {
       ++it;
       continue;
     }
     gone.push_back(std::move(it->second));
     it = map.erase(it);
   }
-  auto record = std::make_shared<GroupRecord>();
-  record->name = registered_name(process_group);
-  map.emplace(process_group.get(),
-              Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group),
-                    record});
+  auto record = std::make_shared<GroupRecord>(process_group,
+                                              registered_name(process_group));
+  map.emplace(process_group.get(), record);
   return record;
 }
 
@@ -147,7 +152,7 @@ Group Group::solo() {
   return {};
 }
 
-Group Group::of(ProcessGroup process_group) {
+Group Group::of(const ProcessGroup& process_group) {
   check(process_group.defined(),
         "Group: no process group; for one rank take Group::solo()");
   Group group;
@@ -158,17 +163,20 @@ Group Group::of(ProcessGroup process_group) {
         "; this process is no member of the group");
   group.record_ = record_of(process_group);
   group.name_ = group.record_->name;
-  group.process_group_ = std::move(process_group);
+  return group;
+}
+
+Group Group::owning(ProcessGroup process_group) {
+  Group group = of(process_group);
+  group.owned_ = std::move(process_group);
   return group;
 }
 
 Group Group::named(const std::string& name) {
   if (name.empty()) return solo();
-  ProcessGroup process_group = registered(name);
-  check(process_group.defined(), "Group: no process group named '", name,
-        "' is alive; keep the group that the name came from as long as "
-        "operators use it");
-  return of(std::move(process_group));
+  const ProcessGroup process_group = registered(name);
+  check_alive(process_group, name);
+  return of(process_group);
 }
 
 Group Group::from_environment() {
@@ -187,22 +195,23 @@ Group Group::from_environment() {
   // After a restart the store of torchrun's agent still holds the old keys.
   const std::string attempt =
       variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  return of(make_gloo_group({.store = c10::make_intrusive<c10d::PrefixStore>(
-                                 join(name, "/attempt/", attempt), store),
-                             .rank = launch->rank,
-                             .size = launch->size,
-                             .name = name,
-                             .network = Network::default_interface}));
+  return owning(
+      make_gloo_group({.store = c10::make_intrusive<c10d::PrefixStore>(
+                           join(name, "/attempt/", attempt), store),
+                       .rank = launch->rank,
+                       .size = launch->size,
+                       .name = name,
+                       .network = Network::default_interface}));
 }
 
 std::chrono::milliseconds Group::timeout() const {
   std::chrono::milliseconds timeout = kProcessGroupDefaultTimeout;
-  if (process_group_.defined()) {
+  const ProcessGroup process_group = alive(record_);
+  if (process_group.defined()) {
     try {
-      const auto backend =
-          has_backend(*process_group_, c10::DeviceType::CPU)
-              ? process_group_->getBackend(c10::DeviceType::CPU)
-              : process_group_->getDefaultBackend();
+      const auto backend = has_backend(*process_group, c10::DeviceType::CPU)
+                               ? process_group->getBackend(c10::DeviceType::CPU)
+                               : process_group->getDefaultBackend();
       timeout = backend->getBackendOptions()->timeout;
     } catch (const c10::Error&) {  // a backend without options has the default
     }
@@ -215,9 +224,18 @@ int64_t Group::sent_bytes() const {
 }
 
 std::string Group::to_string() const {
-  if (!process_group_.defined()) return "rank 0 of 1 (solo)";
-  return join("rank ", rank_, " of ", size_, " (",
-              process_group_->getBackendName(), ")");
+  if (!record_) return "rank 0 of 1 (solo)";
+  const ProcessGroup process_group = alive(record_);
+  return join(
+      "rank ", rank_, " of ", size_, " (",
+      process_group.defined() ? process_group->getBackendName() : "destroyed",
+      ")");
+}
+
+ProcessGroup Group::process_group() const {
+  ProcessGroup process_group = alive(record_);
+  if (record_) check_alive(process_group, name_);
+  return process_group;
 }
 
 }  // namespace longspan

@@ -19,6 +19,10 @@ struct GroupRecord;
 ///
 /// A group of one is an ordinary group: every collective returns its argument.
 /// Copies are cheap and share the traffic counter.
+///
+/// A group does not keep its process group alive: torch.distributed ends those
+/// when it is told to, not when the last model that knows one is forgotten.
+/// Once it is gone, communication throws and everything else still answers.
 class Group {
  public:
   Group(const Group&);
@@ -32,15 +36,19 @@ class Group {
 
   /// Any c10d group, whatever its backend. One that c10d does not know by name
   /// gets a name here.
-  static Group of(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  static Group of(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+
+  /// The same for a process group that nobody else keeps: this value and its
+  /// copies do.
+  static Group owning(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
   /// The group that c10d registered under this name; "" is solo. This is how
   /// groups travel into operators.
   static Group named(const std::string& name);
 
   /// From torchrun's or Slurm's variables (see launch.h), over gloo; solo where
-  /// there are none. Every call makes a new group, so all ranks must call it
-  /// equally often.
+  /// there are none. Every call makes a new process group, which the result
+  /// owns, so all ranks must call it equally often.
   static Group from_environment();
 
   int rank() const { return rank_; }
@@ -49,20 +57,19 @@ class Group {
   /// What named() takes; "" for solo.
   const std::string& name() const { return name_; }
 
-  /// How long a wait may last.
+  /// How long a wait may last; torch's default once the process group is gone.
   std::chrono::milliseconds timeout() const;
 
   /// Bytes of payload that this process sent to other ranks through this group
   /// since it was made, counted where tensors are handed to c10d.
   int64_t sent_bytes() const;
 
-  /// "rank 1 of 4 (gloo)".
+  /// "rank 1 of 4 (gloo)", or "(destroyed)".
   std::string to_string() const;
 
-  /// Null for solo.
-  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
-    return process_group_;
-  }
+  /// To be kept as long as it is in use and no longer; null for solo. Throws
+  /// when it is gone.
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   /// What all Group values of one process group share; null for solo.
   const std::shared_ptr<GroupRecord>& record() const { return record_; }
@@ -73,8 +80,8 @@ class Group {
   int rank_ = 0;
   int size_ = 1;
   std::string name_;
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   std::shared_ptr<GroupRecord> record_;
+  c10::intrusive_ptr<c10d::ProcessGroup> owned_;  // by owning() only
 };
 
 }  // namespace longspan

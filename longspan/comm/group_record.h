@@ -12,10 +12,16 @@
 
 namespace longspan {
 
-/// What all Group values of one process group share. It lives as long as the
-/// process group does.
+/// What all Group values of one process group share. It lives as long as they
+/// or the process group do.
 struct GroupRecord {
-  std::string name;
+  GroupRecord(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+              std::string name)
+      : process_group(process_group), name(std::move(name)) {}
+
+  /// Weak, which also keeps the address from being given to another group.
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;
+  const std::string name;
   std::atomic<int64_t> sent_bytes = 0;
 
   /// Whether the first exchange brought all ranks together, which backends that

@@ -61,8 +61,8 @@ class Groups {
 
   Group add(int rank, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
     const std::lock_guard lock(mutex_);
-    groups_[static_cast<std::size_t>(rank)] = process_group;
-    const Group group = Group::of(std::move(process_group));
+    const Group group = Group::of(process_group);
+    groups_[static_cast<std::size_t>(rank)] = std::move(process_group);
     if (failed_) group.record()->interrupt(*failed_);
     return group;
   }

@@ -18,26 +18,15 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-/// Groups are destroyed without the lock of the interpreter: the last one may
-/// wait for threads of its backend.
-struct WithoutGil {
-  void operator()(Group* group) const {
-    const py::gil_scoped_release release;
-    delete group;
-  }
-};
-
 }  // namespace
 
 void bind_comm(py::module_& m) {
-  py::class_<Group, std::unique_ptr<Group, WithoutGil>>(
-      m, "Group", "The ranks that hold one sequence together.")
+  py::class_<Group>(m, "Group", "The ranks that hold one sequence together.")
       .def(py::init([](const std::string& name) {
              // Not as a call guard: pybind11 notes the instance down after
              // this, and needs the lock for it.
              const py::gil_scoped_release release;
-             return std::unique_ptr<Group, WithoutGil>(
-                 new Group(Group::named(name)));
+             return Group::named(name);
            }),
            py::arg("name") = "")
       .def("rank", &Group::rank)

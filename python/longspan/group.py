@@ -24,7 +24,8 @@ _LOST = "; look at the log of "
 class Group(_C.Group):
     """The ranks that hold one sequence together; ``Group()`` is one rank alone.
 
-    Torch's own group stays the owner: keep it alive as long as this is used.
+    Torch keeps its process group, this does not: once that was destroyed,
+    communication raises and everything else still answers.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -71,7 +72,7 @@ class Group(_C.Group):
         if isinstance(group, (str, _C.Group)):
             return Group(group if isinstance(group, str) else group.name)
         if isinstance(group, dist.ProcessGroup):
-            return _keep(Group(_name_of(group)), group)
+            return Group(_name_of(group))
         if hasattr(group, "get_group") and hasattr(group, "ndim"):
             if group.ndim != 1:
                 raise ValueError(
@@ -206,11 +207,6 @@ def _name_of(group: dist.ProcessGroup) -> str:
         name = f"longspan/python/{next(_names)}"
         _c10d()._register_process_group(name, group)
     return name
-
-
-def _keep(group: Group, owner: Any) -> Group:
-    group._owner = owner  # type: ignore[attr-defined]
-    return group
 
 
 def _hash(value: Any) -> int:

@@ -6,6 +6,8 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "longspan/comm/agree.h"
+#include "longspan/comm/collectives.h"
 #include "longspan/comm/gloo_groups.h"
 #include "longspan/comm/launch.h"
 #include "longspan/core/check.h"
@@ -17,6 +19,12 @@ namespace {
 
 using test::message_of;
 using ::testing::HasSubstr;
+
+c10::intrusive_ptr<c10d::ProcessGroup> lone_gloo_group(
+    const std::string& name) {
+  return make_gloo_group(
+      {.store = c10::make_intrusive<c10d::HashStore>(), .name = name});
+}
 
 TEST(Group, SoloIsOneRankWithoutAName) {
   const Group group = Group::solo();
@@ -40,8 +48,7 @@ TEST(Group, KnowsItsTimeoutAndBackend) {
 }
 
 TEST(Group, ARegisteredGroupKeepsItsName) {
-  const auto process_group = make_gloo_group(
-      {.store = c10::make_intrusive<c10d::HashStore>(), .name = "mine"});
+  const auto process_group = lone_gloo_group("mine");
   EXPECT_EQ(Group::of(process_group).name(), "mine");
   close_gloo_group(process_group, "mine");
 }
@@ -62,12 +69,62 @@ TEST(Group, AnUnregisteredGroupGetsAName) {
   });
 }
 
+TEST(Group, DoesNotKeepTheProcessGroupAlive) {
+  auto process_group = lone_gloo_group("kept by its owner");
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> watched(process_group);
+  const Group group = Group::of(process_group);
+  const Group again = Group::named("kept by its owner");
+  EXPECT_EQ(process_group.use_count(), 1U);
+  EXPECT_EQ(group.process_group(), process_group);
+  EXPECT_EQ(process_group.use_count(), 1U);
+  process_group.reset();
+  EXPECT_TRUE(watched.expired());
+  c10d::unregister_process_group("kept by its owner");
+}
+
+TEST(Group, AnOwningGroupKeepsItAsLongAsItsCopies) {
+  auto made = std::make_unique<Group>(Group::owning(lone_gloo_group("owned")));
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> watched(
+      made->process_group());
+  const Group known = Group::named("owned");
+  auto copy = std::make_unique<Group>(*made);
+  made.reset();
+  EXPECT_FALSE(watched.expired());
+  EXPECT_EQ(known.process_group(), copy->process_group());
+  copy.reset();
+  EXPECT_TRUE(watched.expired());
+  c10d::unregister_process_group("owned");
+}
+
+TEST(Group, OnceItsProcessGroupIsGoneOnlyCommunicationThrows) {
+  std::vector<Group> kept(2, Group::solo());
+  run_ranks(2, [&](const Group& group) {
+    rotate(at::ones({2}), 1, group);
+    kept[static_cast<std::size_t>(group.rank())] = group;
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    const Group& group = kept[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(group.rank(), rank);
+    EXPECT_EQ(group.size(), 2);
+    EXPECT_EQ(group.sent_bytes(), 8);
+    EXPECT_GT(group.timeout(), std::chrono::milliseconds(0));
+    EXPECT_EQ(group.to_string(), join("rank ", rank, " of 2 (destroyed)"));
+    const std::string gone =
+        join("Group: no process group named '", group.name(),
+             "' is alive; keep it, and destroy it only after the last use of "
+             "the group");
+    EXPECT_EQ(message_of([&] { group.process_group(); }), gone);
+    EXPECT_EQ(message_of([&] { rotate(at::ones({2}), 1, group); }), gone);
+    EXPECT_EQ(message_of([&] { agree(group, {{"x", 1}}); }), gone);
+  }
+}
+
 TEST(Group, RefusesWhatIsNoGroup) {
   EXPECT_EQ(message_of([] { Group::of({}); }),
             "Group: no process group; for one rank take Group::solo()");
   EXPECT_EQ(message_of([] { Group::named("nobody"); }),
-            "Group: no process group named 'nobody' is alive; keep the group "
-            "that the name came from as long as operators use it");
+            "Group: no process group named 'nobody' is alive; keep it, and "
+            "destroy it only after the last use of the group");
 }
 
 // ---- Launchers.

@@ -405,8 +405,8 @@ def test_a_group_that_ended_is_named() -> None:
     run_ranks(3, body)
     group, out = kept
     message = (
-        f"Group: no process group named '{group.name}' is alive; keep the group that the name "
-        "came from as long as operators use it"
+        f"Group: no process group named '{group.name}' is alive; keep it, and destroy it "
+        "only after the last use of the group"
     )
     x = zeros(1, 3, 8, 4)
     with pytest.raises(ValueError) as forward:

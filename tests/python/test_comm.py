@@ -1,15 +1,15 @@
 """Groups and collectives as Python sees them."""
 
 import os
-import pathlib
-import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
+from processes import outputs_of, start_ranks
 
 import longspan
 from longspan import Group, run_ranks
@@ -33,6 +33,37 @@ def test_groups_of_a_run_end_with_it():
     names = run_ranks(2, lambda group: group.name)
     with pytest.raises(ValueError, match="no process group named"):
         Group.named(names[0])
+
+
+def test_a_group_whose_process_group_is_gone_still_answers():
+    def body(group):
+        longspan.rotate(torch.ones(2), 1, group=group)
+        return group
+
+    for rank, group in enumerate(run_ranks(2, body)):
+        assert (group.rank(), group.size(), group.sent_bytes) == (rank, 2, 8)
+        assert repr(group) == f"Group(rank {rank} of 2 (destroyed))" and group.timeout > 0
+        gone = f"Group: no process group named '{group.name}' is alive; keep it, and destroy it"
+        with pytest.raises(ValueError, match=gone):
+            longspan.rotate(torch.ones(2), 1, group=group)
+        with pytest.raises(ValueError, match=gone):
+            longspan.agree(group, {"x": 1})
+        with pytest.raises(ValueError, match=gone):
+            Group.of(group.name)
+
+
+def test_a_group_does_not_keep_the_process_group():
+    gone = threading.Event()
+
+    def body(group):
+        process_group = torch.distributed.distributed_c10d._resolve_process_group(group.name)
+        weakref.finalize(process_group, gone.set)
+        kept = [group, Group.of(process_group)]
+        assert kept[1].name == group.name
+        return kept
+
+    kept = run_ranks(2, body)
+    assert len(kept) == 2 and gone.is_set()
 
 
 def test_a_failing_rank_ends_the_run_with_its_error():
@@ -203,27 +234,18 @@ def test_half_an_environment_is_refused(monkeypatch):
 
 
 def test_two_processes():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = pathlib.Path(__file__).parent / "two_ranks.py"
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
-    }
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = outputs_of(start_ranks("two_ranks.py", 2))
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)
+
+
+@pytest.mark.parametrize(("way", "backend"), [("destroy", "destroyed"), ("leave", "gloo")])
+def test_a_program_with_groups_and_models_in_globals_ends_in_peace(way, backend):
+    """Torch's groups end when they are destroyed, whoever still knows them: gloo's
+    threads do not outlive the interpreter well."""
+    ranks = start_ranks("exit_two_ranks.py", 2, way)
+    outputs = outputs_of(ranks)
+    assert outputs == [f"Group(rank {rank} of 2 ({backend})) sent True\n" for rank in range(2)]
+    assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 def test_ranks_that_were_given_different_batches_all_say_which_key():
