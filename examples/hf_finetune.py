@@ -14,7 +14,6 @@ the text is the repository's own README. The losses are those of one rank, whate
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import pathlib
 import sys
@@ -146,10 +145,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     train(arguments())
-    # Groups end before the interpreter does: gloo's threads do not outlive it well.
-    gc.collect()
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 
