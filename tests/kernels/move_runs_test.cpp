@@ -144,7 +144,7 @@ void expect_moved(const MoveRunsArgs& given, const ParallelFor& parallel_for,
   EXPECT_TRUE(kept(memory.end() - kGuards, memory.end())) << split;
 }
 
-TEST_P(MoveRuns, GivesTheSameBytesForEveryElementSizeFillAndSplit) {
+TEST_P(MoveRuns, GivesTheSameBytesForEveryElementFillPartAndThread) {
   const MoveCase& c = GetParam();
   const Bytes odd_fill = numbered(16);
   const Bytes zero_fill(16, std::byte{0});
