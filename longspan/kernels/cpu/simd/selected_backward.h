@@ -13,17 +13,19 @@ inline int64_t slot_heads(const SelectedAttentionArgs& args) {
   return (heads_per_key_head(args) + kStep - 1) / kStep * kStep;
 }
 
-/// What a query leaves for keys: its heads as rows, those that are not alive 0.
+/// What a query leaves for keys: rows of q, and below them those of dout. Heads
+/// that are not alive are 0.
 template <class T>
 struct QuerySide {
-  T *q, *dout;  // [heads, head_dim] and [heads, value_dim]
+  T *q, *dout;  // [heads, channels], both with the row length of head_dim
   int64_t bytes;
 
   QuerySide(const SelectedAttentionArgs& args, void* memory) {
     Carver carver(memory);
-    const int64_t heads = heads_per_key_head(args);
-    q = carver.take<T>(heads * row_length<T>(args.head_dim));
-    dout = carver.take<T>(heads * row_length<T>(args.value_dim));
+    const int64_t size =
+        heads_per_key_head(args) * row_length<T>(args.head_dim);
+    q = carver.take<T>(2 * size);
+    dout = q + size;
     bytes = carver.bytes();
   }
 };
@@ -93,8 +95,8 @@ void differentiate_heads(const HeadFacts<T>& facts, const T* delta, T scale,
 /// Heads of one query as rows, 0 for those that are not alive.
 template <class Element, class T = Accumulator<Element>>
 void alive_rows(const TokenArray<const void*>& array, const SelectedKeys& list,
-                const HeadPanel& panel, const T* alive, int n, T* to) {
-  const int64_t stride = row_length<T>(n);
+                const HeadPanel& panel, const T* alive, int n, T* to,
+                int64_t stride) {
   for (int h = 0; h < panel.count; ++h, to += stride) {
     if (alive[h] == 0) {
       clear_row(whole_vectors<T>(n), to);
@@ -114,7 +116,6 @@ void selected_take_query(const SelectedBackwardArgs& args,
   SelectedBackwardScratch<T> s(args, memory);
   const QuerySide<T> side(args, query_side);
   const int64_t d = row_length<T>(args.head_dim);
-  const int64_t dv = row_length<T>(args.value_dim);
   const int64_t row_heads = slot_heads<T>(args);
   const auto scale = static_cast<T>(args.scale);
   for (int p = 0; p < head_panels(args); ++p) {
@@ -126,9 +127,9 @@ void selected_take_query(const SelectedBackwardArgs& args,
     heads_as_columns<Element>(args.dout, list, panel, args.value_dim, T{1}, s.k,
                               state.dout);
     alive_rows<Element>(args.q, list, panel, facts.alive, args.head_dim,
-                        side.q + p * kBlock * d);
+                        side.q + p * kBlock * d, d);
     alive_rows<Element>(args.dout, list, panel, facts.alive, args.value_dim,
-                        side.dout + p * kBlock * dv);
+                        side.dout + p * kBlock * d, d);
     for (int64_t i = 0; i < panel.count * d; ++i) state.dq[i] = 0;
   }
   T* rows = static_cast<T*>(slot_rows);
@@ -182,9 +183,22 @@ void selected_add_to_keys(const SelectedBackwardArgs& args,
   const QuerySide<T> side(args, const_cast<void*>(query_side));
   const int64_t d = row_length<T>(args.head_dim);
   const int64_t row_heads = slot_heads<T>(args);
+  const int64_t heads = heads_per_key_head(args);
+  const int values = whole_vectors<T>(args.value_dim);
+  const int channels = whole_vectors<T>(args.head_dim);
   const T* rows = static_cast<const T*>(slot_rows);
   for (int64_t first = 0; first < part.count; first += kBlock) {
     const int keys = keys_in_block(part, first, kBlock);
+    const auto target = [&](int i) {
+      return place_in<T>(args.dkv, part.row, part.keys[first + i],
+                         part.key_head);
+    };
+    for (int i = 0; i < keys; ++i) {
+      constexpr int kLine = 64 / sizeof(T);
+      for (int c = 0; c < args.head_dim; c += kLine) {
+        __builtin_prefetch(target(i) + c, 1, 2);
+      }
+    }
     Product<T> product{.a = rows + first * 2 * row_heads,
                        .a_stride = 2 * row_heads,
                        .b = side.q,
@@ -192,17 +206,27 @@ void selected_add_to_keys(const SelectedBackwardArgs& args,
                        .c = s.k,
                        .c_stride = d,
                        .rows = keys,
-                       .depth = static_cast<int>(heads_per_key_head(args)),
-                       .columns = whole_vectors<T>(args.head_dim)};
-    multiply<Layout::rows, Start::zero>(product);
-    product.a += row_heads;
-    product.b = side.dout;
-    product.b_stride = row_length<T>(args.value_dim);
-    product.columns = whole_vectors<T>(args.value_dim);
-    multiply<Layout::rows, Start::add>(product);
+                       .depth = static_cast<int>(heads),
+                       .columns = channels};
+    if (heads == row_heads) {
+      // dS and P lie side by side, as q and dout do: one sum for values.
+      product.depth *= 2;
+      product.columns = values;
+      multiply<Layout::rows, Start::zero>(product);
+      product.depth /= 2;
+      product.b += values;
+      product.c += values;
+      product.columns = channels - values;
+      multiply<Layout::rows, Start::zero>(product);
+    } else {
+      multiply<Layout::rows, Start::zero>(product);
+      product.a += row_heads;
+      product.b = side.dout;
+      product.columns = values;
+      multiply<Layout::rows, Start::add>(product);
+    }
     for (int i = 0; i < keys; ++i) {
-      T* to =
-          place_in<T>(args.dkv, part.row, part.keys[first + i], part.key_head);
+      T* to = target(i);
       for (int c = 0; c < args.head_dim; ++c) to[c] += s.k[i * d + c];
     }
   }

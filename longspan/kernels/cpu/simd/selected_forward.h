@@ -23,7 +23,10 @@ template <class Element, class T = Accumulator<Element>>
 void gather_keys(const SelectedAttentionArgs& args, const SelectedKeys& list,
                  int64_t first, int count, T* to) {
   const int64_t stride = row_length<T>(args.head_dim);
+  constexpr int kAhead = 12;
   for (int i = 0; i < count; ++i) {
+    prefetch_listed<Element>(args, list, first + i + kAhead,
+                             first + i + kAhead + 1);
     pack_rows(key_row<Element>(args, list, first + i), 0, 1, args.head_dim,
               T{1}, to + i * stride, stride);
   }
