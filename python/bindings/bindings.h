@@ -11,5 +11,6 @@ void bind_plan(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
+void bind_selected(pybind11::module_& m);  // of attention
 
 }  // namespace longspan::python

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   longspan::python::bind_batch(m);
   longspan::python::bind_comm(m);
   longspan::python::bind_attention(m);
+  longspan::python::bind_selected(m);
 }

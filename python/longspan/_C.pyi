@@ -365,3 +365,27 @@ def which_kernel(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+class SelectionComparison:
+    @property
+    def slots(self) -> int: ...
+    @property
+    def differing(self) -> int: ...
+    @property
+    def queries(self) -> int: ...
+    @property
+    def per_query(self) -> torch.Tensor: ...
+    @property
+    def worst_gap(self) -> float: ...
+    @property
+    def worst_query(self) -> int: ...
+
+def compare_selections(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    layout: torch.Tensor | None,
+    group: Group,
+) -> SelectionComparison: ...

@@ -66,8 +66,20 @@ from longspan.operators import (
 )
 from longspan.parity import check_parity, leak_probe
 from longspan.randomness import rank_seed, seed_ranks, seeded_ranks
+from longspan.selected import (
+    FETCHES,
+    attend_selected,
+    compare_selections,
+    index_loss,
+    score_selected,
+    select_and_attend,
+    select_keys,
+    selected_weights,
+    top_keys,
+)
 
 __all__ = [
+    "FETCHES",
     "STRATEGIES",
     "Group",
     "Layout",
@@ -88,9 +100,11 @@ __all__ = [
     "all_to_all_tokens",
     "attend",
     "attend_dense",
+    "attend_selected",
     "attention_layout",
     "check_parity",
     "clip_grad_norm",
+    "compare_selections",
     "cumulative_lengths",
     "cumulative_padded_lengths",
     "document_ids",
@@ -99,6 +113,7 @@ __all__ = [
     "draw_plan",
     "exchange_needed",
     "explain",
+    "index_loss",
     "index_scores",
     "kernel_levels",
     "key_windows",
@@ -121,12 +136,17 @@ __all__ = [
     "rotate",
     "rotate_channels",
     "run_ranks",
+    "score_selected",
     "seed_ranks",
     "seeded_ranks",
+    "select_and_attend",
+    "select_keys",
+    "selected_weights",
     "shard",
     "shard_chunks",
     "sum_gradients",
     "tiles",
+    "top_keys",
     "unshard",
     "which_kernel",
     "window_lists",

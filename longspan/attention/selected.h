@@ -1,0 +1,124 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "longspan/attention/selected_exchange.h"
+#include "longspan/comm/group.h"
+#include "longspan/ops/attend_selected.h"
+#include "longspan/ops/select_keys.h"
+#include "longspan/plan/attention_layout.h"
+
+namespace longspan {
+
+/// Selected-key attention over the ranks of a group: what one rank gives for
+/// these queries, whatever the ownership.
+///
+/// Queries, rows of keys (`kv`) and index keys are those of the rank's own
+/// tokens in the ownership's local order; `indices` and windows are tokens of
+/// the stream. Selections have the bits of one rank; the rest differs by
+/// rounding. Shapes are those of the operators of one rank (ops/select_keys.h,
+/// ops/attend_selected.h), and may have rows before. Without a layout there is
+/// one rank, which holds everything as it lies.
+///
+/// How keys reach queries:
+///   gathered  all rows of keys in one exchange, in the order of the stream.
+///             Backward sums their gradients over the ranks in the accumulation
+///             type, in the order of the ranks, and casts them after that.
+///   needed    only rows that some query here selected: counts and places are
+///             asked for, the rows come, and their gradients go back the same
+///             way. Sizes depend on the data, so the host waits for the device.
+///
+/// Kept for backward: this rank's own tensors, the indices, the output and its
+/// log-sum-exp. Keys of other ranks come again, as in attend: keeping them
+/// would cost the keys of the whole stream in every layer, which is what ranks
+/// are there to avoid.
+///
+/// Gradient contract: when every rank backpropagates the loss of its own
+/// tokens, the gradients of q, kv and of the indexer are those of the sum of
+/// all losses, and parameter gradients (of sinks too) **summed** over the ranks
+/// are the full gradients. Every rank must run backward, in the same order as
+/// forward.
+
+struct SelectOptions {
+  int64_t slots = 0;
+  at::Tensor start = {};  ///< windows; undefined: keys_of of the mask
+  at::Tensor end = {};
+  bool scores = false;
+  /// Queries of the indexer travel to where work is even, cut by the lengths of
+  /// the windows, and the selections come back. Under windows of the mask every
+  /// rank knows the cut; given windows are first gathered as lengths, and the
+  /// host waits for them.
+  bool balanced = false;
+};
+
+/// The keys of each query, tokens of the stream. Index keys are gathered;
+/// scores carry gradients to q, k and weights where asked for.
+///
+/// torch.ops.longspan.select_keys_ranks(q, k, weights, start, end, layout,
+/// slots, scores, balanced, group) -> (scores, indices)
+Selection select_keys(const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& weights, const AttentionLayout& layout,
+                      const Group& group, const SelectOptions& options);
+
+/// The scores of given keys.
+///
+/// torch.ops.longspan.score_selected_ranks(q, k, weights, indices, layout,
+/// fetch, group)
+at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
+                          const at::Tensor& weights, const at::Tensor& indices,
+                          const AttentionLayout& layout, const Group& group,
+                          Fetch fetch = Fetch::gathered);
+
+/// Attention to given keys; a layer may use the selection of an earlier one.
+///
+/// torch.ops.longspan.attend_selected_ranks(q, kv, indices, sink, layout,
+/// scale, value_dim, fetch, group) -> (out, lse)
+SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
+                               const at::Tensor& indices,
+                               const AttentionLayout& layout,
+                               const Group& group,
+                               const SelectedOptions& options,
+                               Fetch fetch = Fetch::gathered);
+
+/// What the heads look at, for index_loss.
+///
+/// torch.ops.longspan.selected_weights_ranks(q, kv, indices, lse, sink, layout,
+/// scale, fetch, group)
+at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
+                            const at::Tensor& indices, const at::Tensor& lse,
+                            const AttentionLayout& layout, const Group& group,
+                            const SelectedOptions& options,
+                            Fetch fetch = Fetch::gathered);
+
+/// The tensors of one layer on this rank. kv and index_k have one type.
+struct SelectedLayer {
+  at::Tensor q, kv;                      ///< of attention
+  at::Tensor index_q, index_k, weights;  ///< of the indexer
+};
+
+struct LayerAnswer {
+  at::Tensor out, lse;
+  at::Tensor indices;
+  at::Tensor scores;  ///< [Tq, 0] where nobody asked
+  at::Tensor target;  ///< selected_weights; [Tq, 0] where nobody asked
+};
+
+/// select_keys, then attend_selected, with fewer exchanges: gathered moves kv
+/// and index keys together, one run of bytes a token; needed gathers index keys
+/// and then fetches rows of kv. Backward moves both together where scores were
+/// asked for, else kv alone.
+///
+/// torch.ops.longspan.select_and_attend(q, kv, index_q, index_k, weights,
+/// start, end, sink, layout, slots, scale, value_dim, scores, target, balanced,
+/// fetch, group) -> (out, lse, scores, target, indices)
+LayerAnswer select_and_attend(const SelectedLayer& layer,
+                              const AttentionLayout& layout, const Group& group,
+                              const SelectOptions& selection,
+                              const SelectedOptions& attention,
+                              Fetch fetch = Fetch::gathered,
+                              bool with_target = false);
+
+}  // namespace longspan

@@ -1,0 +1,302 @@
+"""Attention to selected keys, on one rank or over the ranks of a group.
+
+An indexer chooses `slots` keys for each query (`select_keys`), and attention looks
+at those alone (`attend_selected`); `select_and_attend` is one layer of both. Queries
+and keys are those of the rank's own tokens in the ownership's local order; `indices`
+and windows are tokens of the stream. Tensors may have rows before: [B, L, ..].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from longspan import _C
+from longspan.attention import attention_layout
+from longspan.group import Group
+
+# Made here, not where it is used: torch.compile cannot look into its constructor.
+_ALONE = Group()
+
+FETCHES = ("gathered", "needed")
+
+
+class SelectedAnswer(NamedTuple):
+    """What `select_and_attend` returns; None for what nobody asked for."""
+
+    out: torch.Tensor
+    indices: torch.Tensor
+    lse: torch.Tensor
+    scores: torch.Tensor | None
+    target: torch.Tensor | None
+
+
+def select_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    slots: int,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    mask: _C.Mask | Sequence[_C.Mask] | None = None,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+    balanced: bool = False,
+    scores: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The `slots` keys of each query with the greatest
+    ``sum_h weights[t, h] * max(0, q[t, h] . k[s])``: int32 [L, slots], ascending,
+    then -1. Equal scores go to the lower key.
+
+    ``q`` is [L, Hi, Di], ``k`` [L, Di], ``weights`` [L, Hi] in float32 (float64 for
+    float64). Keys are those of the window [start, end); by default what the mask
+    (causal unless given) lets the query see. `scores` also returns those, [L, slots],
+    with gradients to q, k and weights; -inf for an empty slot. `balanced` sends the
+    queries where work is even and the selections back: the same bits, sooner where
+    an ownership leaves the causal work uneven. Without a group there is one rank.
+    """
+    ranks = _group(group)
+    found, indices = torch.ops.longspan.select_keys_ranks(
+        q,
+        k,
+        weights,
+        start,
+        end,
+        _layout("select_keys", mask, ownership, layout, ranks),
+        slots,
+        scores,
+        balanced,
+        ranks.name,
+    )
+    return (indices, found) if scores else indices
+
+
+def attend_selected(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    value_dim: int | None = None,
+    sink: torch.Tensor | None = None,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+    fetch: str = "gathered",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query to the keys of its own list, which may be that of an
+    earlier layer.
+
+    ``q`` is [L, H, D], ``kv`` [L, D] or [L, G, D], ``indices`` [L, slots] or
+    [L, G, slots]; values are the first `value_dim` channels of keys (all by default).
+    A slot outside of the stream is empty; a query without keys gets 0 and lse -inf.
+    `fetch` is "gathered", all rows of keys to every rank, or "needed", only rows that
+    some query there selected: fewer bytes, but their number is known from the data
+    alone, so the host waits.
+    """
+    ranks = _group(group)
+    out, lse = torch.ops.longspan.attend_selected_ranks(
+        q,
+        kv,
+        indices,
+        sink,
+        _layout("attend_selected", None, ownership, layout, ranks),
+        scale,
+        0 if value_dim is None else value_dim,
+        fetch,
+        ranks.name,
+    )
+    return (out, lse) if return_lse else out
+
+
+def select_and_attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    slots: int,
+    scale: float,
+    value_dim: int | None = None,
+    sink: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    mask: _C.Mask | Sequence[_C.Mask] | None = None,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+    fetch: str = "gathered",
+    balanced: bool = False,
+    scores: bool = False,
+    target: bool = False,
+) -> SelectedAnswer:
+    """One layer: `select_keys` of the indexer's tensors, then `attend_selected`.
+
+    Gathered, `kv` and `index_k` (of one type) travel together in one exchange;
+    needed, index keys come first and then the selected rows of `kv`. With `scores`
+    the indexer is trained: scores carry gradients to its three tensors. `target`
+    adds what the heads look at, for `index_loss`, without another exchange.
+    """
+    ranks = _group(group)
+    out, lse, found, shares, indices = torch.ops.longspan.select_and_attend(
+        q,
+        kv,
+        index_q,
+        index_k,
+        weights,
+        start,
+        end,
+        sink,
+        _layout("select_and_attend", mask, ownership, layout, ranks),
+        slots,
+        scale,
+        0 if value_dim is None else value_dim,
+        scores,
+        target,
+        balanced,
+        fetch,
+        ranks.name,
+    )
+    return SelectedAnswer(out, indices, lse, found if scores else None, shares if target else None)
+
+
+def score_selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+    fetch: str = "gathered",
+) -> torch.Tensor:
+    """The indexer's scores of given keys, [L, slots], differentiable in q, k and
+    weights; -inf for a slot outside of the stream."""
+    ranks = _group(group)
+    scores: torch.Tensor = torch.ops.longspan.score_selected_ranks(
+        q,
+        k,
+        weights,
+        indices,
+        _layout("score_selected", None, ownership, layout, ranks),
+        fetch,
+        ranks.name,
+    )
+    return scores
+
+
+def selected_weights(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    sink: torch.Tensor | None = None,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+    fetch: str = "gathered",
+) -> torch.Tensor:
+    """What the heads of a query look at, summed over heads and normalised over its
+    slots: [L, slots], or [L, G, slots]. `lse` is that of `attend_selected`. No
+    gradient: this is the target of `index_loss`."""
+    ranks = _group(group)
+    weights: torch.Tensor = torch.ops.longspan.selected_weights_ranks(
+        q,
+        kv,
+        indices,
+        lse,
+        sink,
+        _layout("selected_weights", None, ownership, layout, ranks),
+        scale,
+        fetch,
+        ranks.name,
+    )
+    return weights
+
+
+def top_keys(
+    scores: torch.Tensor,
+    *,
+    slots: int,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The greatest `slots` of each row of scores [.., T, Tk] inside its window, in
+    the order of `select_keys`: int32 [.., T, slots]. No windows: all keys."""
+    indices: torch.Tensor = torch.ops.longspan.top_keys(scores, slots, start, end)
+    return indices
+
+
+def index_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What trains an indexer: for each query the divergence of softmax(scores) from
+    `target` over its slots, [L]. Empty slots and queries without keys count 0.
+
+    Losses belong to the rank's own queries. Their sum divided by the number of
+    queries of *all* ranks (``reduce_loss(loss.sum(), count, group)``) gives gradients
+    that sum over the ranks to those of one rank.
+    """
+    loss: torch.Tensor = torch.ops.longspan.index_loss(scores, target)
+    return loss
+
+
+def compare_selections(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    ownership: _C.Ownership | None = None,
+    layout: torch.Tensor | None = None,
+    group: Any = None,
+) -> _C.SelectionComparison:
+    """How far two selections for the same queries differ; print it to see.
+
+    ``differing`` slots hold a key that the other selection lacks, in ``queries``
+    queries; ``worst_gap`` is the farthest that the score of such a key lies from the
+    least score of `a`, relative to the size of the scores. Where inputs differ by
+    rounding it is a few epsilons of their type. Over ranks each compares its own
+    queries, and all must call it.
+    """
+    ranks = _group(group)
+    made = _layout("compare_selections", None, ownership, layout, ranks)
+    return _C.compare_selections(a, b, q, k, weights, made, ranks)
+
+
+def _group(group: Any) -> Group:
+    return _ALONE if group is None else Group.of(group)
+
+
+def _layout(
+    who: str,
+    mask: _C.Mask | Sequence[_C.Mask] | None,
+    ownership: _C.Ownership | None,
+    layout: torch.Tensor | None,
+    ranks: Group,
+) -> torch.Tensor | None:
+    """What the operators take; None where one rank holds everything as it lies."""
+    if layout is not None:
+        if mask is not None or ownership is not None:
+            raise ValueError(f"{who}: `layout` already holds mask and ownership; leave them out")
+        return layout
+    if ownership is None:
+        if ranks.size() != 1:
+            raise ValueError(
+                f"{who}: {ranks.size()} ranks need an ownership; give `ownership` or `layout`"
+            )
+        if mask is None:
+            return None
+        first = mask if isinstance(mask, _C.Mask) else next(iter(mask), None)
+        if not isinstance(first, _C.Mask):
+            raise TypeError(f"{who}: a mask is a {type(first).__name__}, not a Mask")
+        ownership = _C.Ownership.contiguous(first.queries, 1)
+    return attention_layout(ownership, mask)
