@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle.selected_attention import attend_listed, choose, index_scores, listings
+from oracle.selected_attention import forward, greatest, index_scores, times_listed
 from torch._dynamo.utils import counters
 
 import longspan  # noqa: F401  (registers the operators)
@@ -123,7 +123,7 @@ def test_attends_to_the_listed_keys(case: Case, dtype: torch.dtype, device: str)
         return ops.attend_selected(q, kv, indices, sink, scale, case.value_dim)
 
     def slow(q: Any, kv: Any, indices: Any, sink: Any) -> Any:
-        return attend_listed(q, kv, indices, scale=scale, value_dim=case.value_dim, sink=sink)
+        return forward(q, kv, indices, scale=scale, value_dim=case.value_dim, sink=sink)
 
     exact = answer(slow, t, torch.float64)
     got = answer(ours, t, dtype)
@@ -284,15 +284,6 @@ INDEXERS = [
 indexers = pytest.mark.parametrize("case", INDEXERS, ids=lambda c: c.name)
 
 
-def chosen_slowly(scores: torch.Tensor, start: Any, end: Any, slots: int) -> torch.Tensor:
-    flat = scores.reshape(-1, scores.shape[-1]).tolist() if scores.numel() else [[]] * start.numel()
-    rows = [
-        choose(row, a, b, slots)
-        for row, a, b in zip(flat, start.flatten().tolist(), end.flatten().tolist(), strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int32).reshape(*start.shape, slots)
-
-
 @devices
 @indexers
 def test_chooses_the_best_keys(case: Indexer, device: str) -> None:
@@ -300,7 +291,7 @@ def test_chooses_the_best_keys(case: Indexer, device: str) -> None:
     scores, indices = ops.select_keys(q, k, w, start, end, case.slots, True)
     assert indices.dtype == torch.int32
     all_scores = index_scores(q, k, w)
-    assert torch.equal(indices.cpu(), chosen_slowly(all_scores, start, end, case.slots))
+    assert torch.equal(indices.cpu(), greatest(all_scores, case.slots, start, end))
     empty = indices < 0
     assert scores[empty].isneginf().all()
     if case.keys:
@@ -319,7 +310,7 @@ def test_half_types_choose_by_their_own_scores(case: Indexer, dtype: torch.dtype
     everything = torch.arange(case.keys, dtype=torch.int32).expand(*start.shape, case.keys)
     scores = ops.score_selected(q, k, w, everything.contiguous())
     _, indices = ops.select_keys(q, k, w, start, end, case.slots, False)
-    assert torch.equal(indices, chosen_slowly(scores, start, end, case.slots))
+    assert torch.equal(indices, greatest(scores, case.slots, start, end))
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4])
@@ -369,7 +360,7 @@ def test_top_keys_of_hard_rows(kind: str, dtype: torch.dtype, device: str) -> No
         end = torch.tensor([b for _, b in windows], dtype=torch.int32)
         scores = row.expand(len(windows), keys).contiguous()
         got = ops.top_keys(scores.to(device), slots, start.to(device), end.to(device))
-        assert torch.equal(got.cpu(), chosen_slowly(scores, start, end, slots)), (keys, kind)
+        assert torch.equal(got.cpu(), greatest(scores, slots, start, end)), (keys, kind)
         assert torch.equal(ops.top_keys(row.to(device), slots, None, None), got[0])
 
 
@@ -589,4 +580,4 @@ def test_select_keys_refuses_what_does_not_fit() -> None:
 
 
 def test_listings_count_twice_what_is_listed_twice() -> None:
-    assert listings(torch.tensor([[1, 1, 3, -1, 9]]), 4).tolist() == [[0, 2, 0, 1]]
+    assert times_listed(torch.tensor([[1, 1, 3, -1, 9]]), 4).tolist() == [[0, 2, 0, 1]]
