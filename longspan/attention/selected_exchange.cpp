@@ -78,6 +78,10 @@ Fetch fetch_named(const char* who, const std::string& name) {
   return Fetch::needed;
 }
 
+std::string name_of(Fetch fetch) {
+  return fetch == Fetch::gathered ? "gathered" : "needed";
+}
+
 void Traffic::exchange(std::vector<Parcel> sends, std::vector<Parcel> receives,
                        const std::string& what, at::Device device) const {
   const std::string aim = join(purpose, ", ", what);

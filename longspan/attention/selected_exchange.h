@@ -20,6 +20,7 @@ enum class Fetch {
 
 /// "gathered" or "needed"; `who` speaks.
 Fetch fetch_named(const char* who, const std::string& name);
+std::string name_of(Fetch fetch);
 
 /// Who exchanges, in which layout, and for what.
 struct Traffic {

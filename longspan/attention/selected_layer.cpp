@@ -209,8 +209,7 @@ LayerAnswer select_and_attend(const SelectedLayer& layer,
       optional(selection.start), optional(selection.end),
       optional(attention.sink), layout_tensor(layout), selection.slots,
       attention.scale, attention.value_dim, selection.scores, with_target,
-      selection.balanced, fetch == Fetch::gathered ? "gathered" : "needed",
-      group.name());
+      selection.balanced, name_of(fetch), group.name());
   return {out, lse, indices, scores, target};
 }
 

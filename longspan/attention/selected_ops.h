@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
 #include <vector>
 
@@ -11,6 +12,10 @@
 namespace longspan::selected {
 
 /// Small words that the operators of selected.h are registered with.
+
+inline void define(torch::Library& m, const char* schema) {
+  m.def(schema, {at::Tag::pt2_compliant_tag});
+}
 
 template <class Function>
 auto find_op(const char* name) {

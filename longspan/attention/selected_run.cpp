@@ -5,6 +5,7 @@
 #include "longspan/attention/selected_call.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/partial_attention.h"
 #include "longspan/ops/selected_inputs.h"
 #include "longspan/ops/selection_inputs.h"
 
@@ -49,6 +50,38 @@ void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
     check_window(who, "end", *end, queries, q.device());
   }
   check_keys(who, "k", k, q, layout);
+}
+
+void check_score(const at::Tensor& q, const at::Tensor& k,
+                 const at::Tensor& weights, const at::Tensor& indices,
+                 const OptionalTensor& layout) {
+  const char* const who = "score_selected";
+  check_indexer(who, q, k, weights);
+  check_keys(who, "k", k, q, layout);
+  const auto type = indices.scalar_type();
+  const auto queries = static_cast<std::size_t>(q.dim() - 2);
+  check((type == at::kInt || type == at::kLong) &&
+            indices.dim() == q.dim() - 1 &&
+            indices.sym_sizes().slice(0, queries) ==
+                q.sym_sizes().slice(0, queries),
+        who, ": `indices` is ", describe(indices), " but `q` ", describe(q),
+        "; expected int32 or int64 [Tq, slots] after as many rows");
+  check_same_device(who, "indices", indices, q);
+}
+
+void check_weights(const at::Tensor& q, const at::Tensor& kv,
+                   const at::Tensor& indices, const at::Tensor& lse,
+                   const OptionalTensor& sink, const OptionalTensor& layout,
+                   double scale) {
+  const char* const who = "selected_weights";
+  check_selected(who, q, kv, indices, sink, scale, 0);
+  check_keys(who, "kv", kv, q, layout);
+  const auto heads = static_cast<std::size_t>(q.dim() - 1);
+  check(lse.sym_sizes() == q.sym_sizes().slice(0, heads) &&
+            lse.scalar_type() == accumulation_type(q.scalar_type()),
+        who, ": `lse` is ", describe(lse), " but `q` ", describe(q),
+        "; expected what attend_selected returned");
+  check_same_device(who, "lse", lse, q);
 }
 
 void check_layer(const at::Tensor& q, const at::Tensor& kv,
@@ -106,8 +139,7 @@ at::Tensor score(const at::Tensor& q, const at::Tensor& k,
                  const OptionalTensor& layout, const std::string& fetch,
                  const std::string& group) {
   const char* const who = "score_selected";
-  check_indexer(who, q, k, weights);
-  check_keys(who, "k", k, q, layout);
+  check_score(q, k, weights, indices, layout);
   const Fetch how = fetch_named(who, fetch);
   const Call call(who, "scores of selected keys", q, layout, group);
   const FetchedKeys fetched(call.with_row(indices), how, call.traffic());
@@ -183,8 +215,7 @@ at::Tensor weights(const at::Tensor& q, const at::Tensor& kv,
                    double scale, const std::string& fetch,
                    const std::string& group) {
   const char* const who = "selected_weights";
-  check_selected(who, q, kv, indices, sink, scale, 0);
-  check_keys(who, "kv", kv, q, layout);
+  check_weights(q, kv, indices, lse, sink, layout, scale);
   const Fetch how = fetch_named(who, fetch);
   const Call call(who, "weights of selected keys", q, layout, group);
   const FetchedKeys fetched(call.with_row(indices), how, call.traffic());

@@ -31,6 +31,14 @@ void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
 void check_keys(const char* who, const char* name, const at::Tensor& k,
                 const at::Tensor& q, const OptionalTensor& layout);
 
+void check_score(const at::Tensor& q, const at::Tensor& k,
+                 const at::Tensor& weights, const at::Tensor& indices,
+                 const OptionalTensor& layout);
+void check_weights(const at::Tensor& q, const at::Tensor& kv,
+                   const at::Tensor& indices, const at::Tensor& lse,
+                   const OptionalTensor& sink, const OptionalTensor& layout,
+                   double scale);
+
 /// The same for a layer of both.
 void check_layer(const at::Tensor& q, const at::Tensor& kv,
                  const at::Tensor& index_q, const at::Tensor& index_k,

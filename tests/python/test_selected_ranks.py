@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -336,6 +338,44 @@ def test_every_run_gives_the_same_bits(fetch: str) -> None:
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("lists", ["one_for_all", "one_a_group"])
+def test_lists_of_an_earlier_layer_may_be_anything(lists: str, rows: int | None) -> None:
+    """Repeated, out of order, wild, of 64 bits, and another for each group."""
+    owners = ownerships(Packing.single(24), 3)["scattered"]
+    random = torch.Generator().manual_seed(2)
+    before = () if rows is None else (rows,)
+    axis = len(before)
+    each = (2,) if lists == "one_a_group" else ()
+    indices = torch.randint(-4, 28, (*before, 24, *each, 6), generator=random)
+    indices[..., 0] = indices[..., 1]
+    indices[..., 2] = 2**40
+    q, kv, dout = (
+        torch.randn(*before, 24, *s, generator=random, dtype=torch.float64)
+        for s in ((4, 6), (2, 6), (4, 6))
+    )
+    truth = oracle.attention(q, kv, indices, dout, scale=SCALE)
+
+    def body(group: Group) -> list[dict[str, torch.Tensor]]:
+        tokens = owners.tokens_of(group.rank())
+        answers = []
+        for fetch in longspan.FETCHES:
+            leaves = [t.index_select(axis, tokens).requires_grad_() for t in (q, kv)]
+            out, lse = longspan.attend_selected(
+                *leaves, indices.index_select(axis, tokens), scale=SCALE, ownership=owners,
+                group=group, fetch=fetch, return_lse=True,
+            )  # fmt: skip
+            dq, dkv = torch.autograd.grad(out, leaves, dout.index_select(axis, tokens))
+            answers.append({"out": out.detach(), "lse": lse, "dq": dq, "dkv": dkv})
+        return answers
+
+    parts = run_ranks(3, body)
+    for i in range(len(longspan.FETCHES)):
+        got = joined([part[i] for part in parts], owners, axis)
+        for key in got:
+            close(got[key], getattr(truth, key), 1e-12)
+
+
 # ---- One rank.
 
 
@@ -657,6 +697,21 @@ def test_autocast_casts_tokens_and_keeps_weights(fetch: str) -> None:
     run_ranks(2, body)
 
 
+def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = pathlib.Path(__file__).parents[2] / "docs" / "selected.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.S | re.M):
+        exec(block, names)
+    assert "selections" in capsys.readouterr().out
+    tokens = [Ownership.head_tail(64, 4).tokens_of(rank) for rank in range(4)]
+    for share, held in zip(names["shares"], tokens, strict=True):
+        one = longspan.select_and_attend(
+            *(names[name] for name in ("q", "kv", "index_q", "index_k", "weights")),
+            slots=16, scale=32**-0.5,
+        )  # fmt: skip
+        close(share, one.out[held].double(), 1e-6)
+
+
 # ---- Refusals: the whole sentence, before anything is sent.
 
 OWNERS = Ownership.head_tail(16, 2)
@@ -735,6 +790,32 @@ def test_refuses_a_second_derivative_and_two_layouts() -> None:
         longspan.attend_selected(
             q, kv, lists, scale=SCALE, layout=layout, ownership=Ownership.contiguous(8, 1)
         )
+
+
+def test_lists_and_logs_are_checked_before_anything_is_sent() -> None:
+    def body(group: Group) -> None:
+        where: dict[str, Any] = {"ownership": OWNERS, "group": group}
+        q, kv, lists = zeros(8, 4, 6), zeros(8, 6), zeros(8, 2, dtype=torch.int)
+        index = (zeros(8, 2, 3), zeros(8, 3), zeros(8, 2))
+        calls: list[tuple[Callable[[], Any], str]] = [
+            (lambda: longspan.score_selected(*index, lists[1:], **where),
+             "score_selected: `indices` is int32 [7, 2] but `q` float32 [8, 2, 3]; "
+             "expected int32 or int64 [Tq, slots] after as many rows"),
+            (lambda: longspan.attend_selected(q, kv, lists.float(), scale=SCALE, **where),
+             "attend_selected: `indices` is float32 [8, 2]; expected int32 or int64"),
+            (lambda: longspan.selected_weights(q, kv, lists, zeros(8), scale=SCALE, **where),
+             "selected_weights: `lse` is float32 [8] but `q` float32 [8, 4, 6]; "
+             "expected what attend_selected returned"),
+            (lambda: longspan.select_keys(*index, slots=3, start=lists[:, 0], **where),
+             "select_keys: one of `start` and `end` is missing; give both or none"),
+        ]  # fmt: skip
+        for call, message in calls:
+            with pytest.raises(ValueError) as raised:
+                call()
+            assert str(raised.value) == message
+        assert group.sent_bytes == 0
+
+    run_ranks(2, body, timeout=5)
 
 
 @pytest.mark.parametrize("fetch", longspan.FETCHES)
