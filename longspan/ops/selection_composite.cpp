@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kKeyBlock = 16384;
 constexpr int64_t kProducts = 8 << 20;  // query heads x keys at a time
 constexpr int64_t kScores = 4 << 20;    // queries x keys at a time
+constexpr int64_t kMostQueries = 256;   // at a time
 constexpr int64_t kGathered = 8 << 20;  // channels of keys at a time
 
 /// Integers in the order of the scores: NaN above everything, the two zeros
@@ -111,9 +112,10 @@ at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
   const int64_t block = std::min(keys, kKeyBlock);
   // Always this many queries, whoever asks: libraries choose how they add by
   // the shape.
-  const int64_t most = std::max<int64_t>(
-      1, std::min(kProducts / (std::max<int64_t>(heads, 1) * block),
-                  kScores / keys));
+  const int64_t most = std::clamp<int64_t>(
+      std::min(kProducts / (std::max<int64_t>(heads, 1) * block),
+               kScores / keys),
+      1, kMostQueries);
   for (int64_t row = 0; row < in.q.size(0); ++row) {
     for (int64_t first = 0; first < in.q.size(1); first += most) {
       const int64_t n = std::min(most, in.q.size(1) - first);
