@@ -677,6 +677,28 @@ def test_two_processes_pass_opcheck_and_compile_once_for_every_length() -> None:
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)
 
 
+def test_one_rank_compiles_without_group_or_layout() -> None:
+    def layers(q: torch.Tensor, kv: torch.Tensor, *indexer: torch.Tensor) -> torch.Tensor:
+        index_q, index_k, weights = indexer
+        found = longspan.select_and_attend(
+            q, kv, *indexer, slots=3, scale=SCALE, scores=True, target=True
+        )
+        assert found.scores is not None and found.target is not None
+        lists = longspan.select_keys(index_q, index_k, weights, slots=2)
+        again = longspan.attend_selected(found.out, kv, lists, scale=SCALE)
+        return again.sum() + longspan.index_loss(found.scores, found.target).sum()
+
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (12, 20):
+        tensors = drawn(Ownership.contiguous(tokens, 1), Group())
+        answers = []
+        for function in (layers, compiled):
+            loss = function(*tensors)
+            answers.append((loss.detach(), *torch.autograd.grad(loss, tensors)))
+        assert all(map(torch.equal, *answers))
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("fetch", longspan.FETCHES)
 def test_autocast_casts_tokens_and_keeps_weights(fetch: str) -> None:
     owners = Ownership.head_tail(16, 2)
