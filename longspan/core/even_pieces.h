@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "longspan/core/mask.h"
+#include "longspan/core/token_range.h"
+
+namespace longspan {
+
+/// Cuts a stream of queries into one run for each rank with even work, whoever
+/// owns the queries. Work is counted in visible pairs, over all masks (one for
+/// each row of a batch).
+///
+/// Always true: the pieces follow one another from token 0 to the last, may be
+/// empty, and the first r of them hold no less than r / ranks of the work, but
+/// less without their last query. Where nothing is visible the last piece
+/// holds everything.
+std::vector<TokenRange> even_pieces(const std::vector<Mask>& masks, int ranks);
+
+/// The same for any work: sums[t] is that of queries 0 to t, never falling.
+std::vector<TokenRange> even_pieces(std::span<const int64_t> sums, int ranks);
+
+}  // namespace longspan
