@@ -43,7 +43,7 @@ T differentiate_head(T* changes, const T* dscores, T weight, int columns) {
   const Vector<T> zero = {};
   for (int i = 0; i < columns; i += kLanes<T>) {
     const Vector<T> a = load(changes + i), g = load(dscores + i);
-    sum += g * rectified<T>(a);
+    sum = multiply_add(g, rectified<T>(a), sum);
     store(changes + i, a > zero ? g * weight : zero);
   }
   T total = 0;

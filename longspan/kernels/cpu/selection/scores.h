@@ -155,7 +155,8 @@ template <int kVectors, class T>
     const Vector<T> weight = all_lanes(weights[head]);
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
-      sum[i] += weight * rectified<T>(load(products + i * kLanes<T>));
+      sum[i] = multiply_add(
+          weight, rectified<T>(load(products + i * kLanes<T>)), sum[i]);
     }
     products += stride;
   }

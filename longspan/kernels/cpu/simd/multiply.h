@@ -62,7 +62,9 @@ template <Layout layout, Start start, int kRows, int kVectors, class T>
     for (int i = 0; i < kRows; ++i) {
       const Vector<T> from_a = all_lanes(a[i * row]);
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) sum[i][j] += from_a * from_b[j];
+      for (int j = 0; j < kVectors; ++j) {
+        sum[i][j] = multiply_add(from_a, from_b[j], sum[i][j]);
+      }
     }
     a += step;
     b += b_stride;

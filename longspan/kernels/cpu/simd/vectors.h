@@ -1,5 +1,9 @@
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 
 /// Vectors of the width that the including source is compiled for.
@@ -75,6 +79,30 @@ inline void store(T* to, Vector<T> vector) {
 template <class T>
 inline Vector<T> all_lanes(T value) {
   return value - Vector<T>{};
+}
+
+/// a * b + c, rounded once where the level can. Written out because a compiler
+/// fuses a product and a sum in one place and not in another, and what is
+/// summed must have the same bits in all.
+inline Vector<float> multiply_add(Vector<float> a, Vector<float> b,
+                                  Vector<float> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+inline Vector<double> multiply_add(Vector<double> a, Vector<double> b,
+                                   Vector<double> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
 }
 
 /// The length of a scratch row of n elements, in elements: whole cache lines,
