@@ -51,11 +51,7 @@ def attention(
             f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
             f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
         )
-    if attention_mask is not None:
-        raise ValueError(
-            f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
-            f"documents already say who sees whom; give the mask to shard instead"
-        )
+    _check_no_mask(module, attention_mask)
     if position_bias is not None:
         raise NotImplementedError(
             f"{type(module).__name__}: adds a bias to scores, which attention over ranks does "
@@ -144,6 +140,24 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
                 functools.partial(_keep_edits, config, made, vars(made).copy())
             )
         state.replace(module, "config", ours[id(config)])
+    for part in _pretrained(model):
+        handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
+        state.before_restore.append(handle.remove)
+
+
+def _look_for_mask(module: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+    """Masks of pads would never reach our function: transformers drops them where it
+    builds no masks."""
+    if arguments.get(KEYWORD) is not None:
+        _check_no_mask(module, arguments.get("attention_mask"))
+
+
+def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
+    if mask is not None:
+        raise ValueError(
+            f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
+            f"documents already say who sees whom; give the mask to shard instead"
+        )
 
 
 def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:

@@ -503,14 +503,16 @@ def test_calls_that_would_be_wrong() -> None:
     with pytest.raises(ValueError, match="called without a sharded batch; call model"):
         model(input_ids=ids)
     local = longspan.shard({"input_ids": ids}, model=model)
-    square = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    with pytest.raises(ValueError, match="got an attention_mask beside the sharded batch"):
-        model(**local, attention_mask=square)
+    for shape in [(1, 1, 8, 8), (1, 8)]:
+        mask = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(ValueError, match="got an attention_mask beside the sharded batch"):
+            model(**local, attention_mask=mask)
     with pytest.raises(RuntimeError, match="generate: this model is parallelized"):
         model.generate(input_ids=ids)
     with pytest.raises(RuntimeError, match="set_attn_implementation: this model is"):
         model.set_attn_implementation("eager")
     longspan.restore(model)
+    assert model(ids, attention_mask=torch.ones(1, 7)).logits.shape[:2] == (1, 7)
     assert model.generate(input_ids=ids, max_new_tokens=2).shape == (1, 9)
 
 
