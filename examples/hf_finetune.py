@@ -137,10 +137,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-        total = loss.detach().clone()  # the sum over a sequence, the mean over replicas
-        if world.size() > 1:
-            dist.all_reduce(total)
-        report(step, total.item() / replicas, norm.item(), args)
+        # The sum over a sequence, the mean over replicas.
+        ones = [1] * world.size()
+        losses = longspan.all_gather_tokens(loss.detach().view(1), axis=0, sizes=ones, group=world)
+        report(step, losses.sum().item() / replicas, norm.item(), args)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import longspan
 
+# Threads of gloo that wait for the interpreter wait until this one waits itself.
+sys.setswitchinterval(60)
 group = longspan.Group.from_environment()
 
 
@@ -26,7 +28,9 @@ model = Model()
 loss = model(torch.ones(2, 4))
 loss.backward()
 longspan.sum_gradients(model, group)
-dist.all_reduce(loss.detach())
 if sys.argv[1] == "destroy":
+    # A thread of gloo lets go of the tensor at some time after this, and needs the
+    # interpreter for it; the end of the group waits for the thread.
+    dist.all_reduce(loss.detach())
     dist.destroy_process_group()
 print(f"{group} sent {group.sent_bytes > 0}", flush=True)
