@@ -76,6 +76,7 @@ bench: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/run.py $(BUILD)
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/attention.py $(BUILD)
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/tiles.py $(BUILD)
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/selected.py $(BUILD)
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/models.py $(BUILD)
 
 # One rank's share of a ring on a GPU.
