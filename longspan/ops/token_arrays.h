@@ -24,7 +24,8 @@ std::optional<ElementType> element_type(at::ScalarType dtype);
 /// take it. It must outlive the array.
 template <class Pointer>
 TokenArray<Pointer> array_of(const at::Tensor& tensor) {
-  promise(tensor.dim() == 3 || tensor.size(3) <= 1 || tensor.stride(3) == 1,
+  promise(tensor.numel() == 0 || tensor.dim() == 3 || tensor.size(3) <= 1 ||
+              tensor.stride(3) == 1,
           "array_of: the channels of ", describe(tensor),
           " are not contiguous");
   const auto array = [&](auto* data) {

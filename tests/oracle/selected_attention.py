@@ -63,7 +63,7 @@ def forward(
     blind = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~(seen | blind), -math.inf)
     if scores.shape[-1] == 0:
-        lse = torch.full(scores.shape[:-1], -math.inf, dtype=q.dtype)
+        lse = torch.full(scores.shape[:-1], -math.inf, dtype=q.dtype, device=q.device)
     else:
         lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), -math.inf)
     if sink is not None:

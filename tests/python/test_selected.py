@@ -523,6 +523,56 @@ def test_scratch_stays_small() -> None:
     assert grown < 48 * 1024, f"{grown} KiB"
 
 
+@pytest.mark.cuda
+def test_cuda_never_waits_for_the_host_and_stays_small() -> None:
+    tokens, keys, slots = 512, 65536, 256
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        made = torch.randn(*sizes, generator=g, device="cuda", dtype=torch.bfloat16)
+        return made.requires_grad_()
+
+    q, kv = normal(tokens, 8, 64), normal(keys, 64)
+    iq, ik = normal(tokens, 8, 32), normal(keys, 32)
+    w = torch.randn(tokens, 8, generator=g, device="cuda").requires_grad_()
+    start = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    end = torch.full_like(start, keys)
+
+    def run() -> None:
+        scores, indices = ops.select_keys(iq, ik, w, start, end, slots, True)
+        out, lse = ops.attend_selected(q, kv, indices, None, 0.3, 48)
+        target = ops.selected_weights(q, kv, indices, lse, None, 0.3)
+        (out.float().sum() + ops.index_loss(scores, target).sum()).backward()
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The scores of all keys alone would be 128 MiB, a head's products 64 MiB.
+    assert torch.cuda.max_memory_allocated() - before < 400 << 20
+
+
+@devices
+def test_strided_indexers_are_as_good(device: str) -> None:
+    q, k, w, start, end = Indexer("strided").tensors(torch.float32, device)
+    wide = torch.zeros(4, 12, 11, device=device)[:, 1:11, 2:10].transpose(0, 1)
+    wide.copy_(q)
+    keys = torch.zeros(8, 121, device=device).t()[1::2]
+    keys.copy_(k)
+    heads = torch.zeros(4, 10, device=device).t()
+    heads.copy_(w)
+    borders = [torch.stack([t, t], 1)[:, 0] for t in (start, end)]
+    got = ops.select_keys(wide, keys, heads, *borders, 7, True)
+    want = ops.select_keys(q, k, w, start, end, 7, True)
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0])
+
+
 # Refusals
 
 

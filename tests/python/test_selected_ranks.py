@@ -260,7 +260,8 @@ def check_case(case: Case, ranks: int, dtype: torch.dtype) -> None:
     indices = inputs.indices()
     truth = inputs.answer(indices, torch.float64)
     plain = inputs.answer(indices, dtype)
-    floor = 1e-12 if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    # A few numbers may be rounded luckily in the plain computation.
+    floor = 1e-12 if dtype == torch.float64 else 4 * torch.finfo(torch.float32).eps
     if dtype == torch.float64:
         exact = oracle.index_scores(inputs.index_q, inputs.index_k, inputs.weights)
         ordered = oracle.greatest(exact, case.slots, inputs.start, inputs.end)
