@@ -1,0 +1,155 @@
+#pragma once
+
+#include <cstdint>
+
+namespace longspan::hopper {
+
+/// The instructions of sm_90a that C++ has no words for, one function each.
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- Barriers in shared memory -------------------------------------------
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+               "r"(arrivals)
+               : "memory");
+}
+
+/// Makes initialised barriers visible to asynchronous instructions.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+/// Arrives once everything this thread copied before has landed.
+__device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+/// Waits until the phase of that parity is complete.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier,
+                                             uint32_t parity) {
+#ifdef LONGSPAN_SPIN_LIMIT
+  for (int spins = 0; !barrier_try(barrier, parity); ++spins) {
+    if (spins > LONGSPAN_SPIN_LIMIT) __trap();
+  }
+#else
+  while (!barrier_try(barrier, parity)) {
+  }
+#endif
+}
+
+// ---- Barriers by number, of some warps of a block ------------------------
+
+__device__ __forceinline__ void meet(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+/// Counts as one that meets, and goes on.
+__device__ __forceinline__ void announce(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// ---- Copies --------------------------------------------------------------
+
+/// 16 bytes of device memory to shared memory; zeros, and nothing read, when
+/// not `there`.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from,
+                                        bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
+                   to),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+/// Between ordinary writes of shared memory and wgmma that reads them.
+__device__ __forceinline__ void fence_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+/// Four 8x8 tiles of bfloat16 from fragments to shared memory.
+__device__ __forceinline__ void store_tiles(uint32_t to,
+                                            const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+          to),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+__device__ __forceinline__ void add_to(float* to, float a, float b, float c,
+                                       float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// ---- Registers of a warpgroup --------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- Arithmetic ----------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// max(x, 0), and NaN for NaN.
+__device__ __forceinline__ float positive_part(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Two bfloat16 in a word, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+}  // namespace longspan::hopper

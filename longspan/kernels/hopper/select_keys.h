@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "longspan/kernels/key_selection.h"
+
+namespace longspan::hopper {
+
+/// The lightning indexer and an exact selection, as key_selection.h promises
+/// them, on a Hopper device. Nothing is allocated and nobody waits, so a graph
+/// may capture it. `stream` is a cudaStream_t of the current device.
+
+/// Why the kernel cannot take it, or nothing.
+std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);
+std::optional<std::string> why_not_top_keys(const TopKeysArgs& args);
+
+/// Scratch that select_keys wants, at most 64 MB below 8 million keys.
+size_t select_keys_workspace(const SelectKeysArgs& args);
+
+/// `workspace` is device memory at a multiple of 16 bytes, free again when what
+/// was launched is done.
+void select_keys(const SelectKeysArgs& args, void* workspace, void* stream);
+
+void top_keys(const TopKeysArgs& args, void* stream);
+
+}  // namespace longspan::hopper

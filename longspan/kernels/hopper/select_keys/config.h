@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace longspan::hopper {
+
+/// One row of queries, and those of them whose scores are in scratch at a time.
+/// Strides count elements.
+struct SelectParams {
+  int queries, keys, heads, slots;
+  const __nv_bfloat16* q;
+  int64_t q_token, q_head;
+  const __nv_bfloat16* k;
+  int64_t k_token;
+  const float* weights;
+  int64_t weights_token, weights_head;
+  const int32_t *start, *end;  // both null: all keys
+  int64_t start_token, end_token;
+  int32_t* indices;
+  int64_t indices_token;
+  float* scores;  // of the chosen; null: not wanted
+  int64_t scores_token;
+  float* scratch;         // [chunk, stride] scores
+  const float* given;     // scores of all queries; null: they are in scratch
+  int64_t stride;         // a multiple of 4
+  int first, chunk;       // queries [first, first + chunk)
+};
+
+/// Scores of a chunk stay in L2, which has 60 MB, until they were selected from.
+constexpr int64_t kScratchBytes = 32 << 20;
+constexpr int kMostChunk = 4096;
+
+/// Tiles and shared memory of the score kernel: keys are rows, queries and their
+/// heads columns. Four warpgroups hold 64 keys each; 256 columns are two
+/// products of 64 x 128, whose sums (64 registers) are folded over heads where
+/// they stand. A fifth warpgroup fetches.
+///
+/// Per tile of 256 keys: 2 * 256 * 256 * kDim FLOP are 4096 cycles at 128
+/// channels, while 64 KiB of keys come from L2.
+template <int kHeads, int kDim>
+struct ScorePlan {
+  static constexpr int kThreads = 640, kWorkers = 4;
+  static constexpr int kKeys = 256, kColumns = 256;
+  static constexpr int kQueries = kColumns / kHeads;  // of a block
+  static constexpr int kHalfQueries = kQueries / 2;   // of one product
+  static constexpr int kBlocks = kDim / 64;           // of channels
+  static constexpr int kStages = 2;
+  static constexpr uint32_t kBlockBytes = 256 * 128;
+  static constexpr uint32_t kTileBytes = kBlocks * kBlockBytes;
+
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kKey = kTileBytes;
+  static constexpr uint32_t kSmall = (1 + kStages) * kTileBytes;
+  static constexpr int kMostGroups = kMostChunk / kQueries;
+
+  struct Small {
+    uint64_t query_ready, query_free;
+    uint64_t key_ready[kStages], key_free[kStages];
+    float weights[kColumns];
+    int first_tile[kMostGroups];      // of a group of queries
+    int units_before[kMostGroups + 1];  // tiles of all groups before it
+  };
+  static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
+  static_assert(kSharedBytes <= 232448);
+};
+
+/// The selection. `kMost` scores of a row are looked at in shared memory.
+struct TopPlan {
+  static constexpr int kMost = 8192;
+  static constexpr int kSample = 4096, kLongSample = 8192;
+  static constexpr int kLong = 128 << 10;  // keys from which the latter is taken
+
+  struct Shared {
+    uint32_t key[kMost];
+    int place[kMost];
+    uint32_t histogram[256];
+    uint2 warp_total[2][32];
+    uint32_t low[32], high[32];
+    uint32_t digit, rank;
+  };
+};
+
+template <int kHeads, int kDim>
+cudaError_t launch_scores(const SelectParams& params, int processors,
+                          cudaStream_t stream);
+
+}  // namespace longspan::hopper

@@ -1,0 +1,10 @@
+#include "longspan/kernels/hopper/select_keys/scores.cuh"
+
+namespace longspan::hopper {
+
+template cudaError_t launch_scores<32, 64>(const SelectParams&, int,
+                                           cudaStream_t);
+template cudaError_t launch_scores<32, 128>(const SelectParams&, int,
+                                            cudaStream_t);
+
+}  // namespace longspan::hopper

@@ -1,0 +1,10 @@
+#include "longspan/kernels/hopper/select_keys/scores.cuh"
+
+namespace longspan::hopper {
+
+template cudaError_t launch_scores<64, 64>(const SelectParams&, int,
+                                           cudaStream_t);
+template cudaError_t launch_scores<64, 128>(const SelectParams&, int,
+                                            cudaStream_t);
+
+}  // namespace longspan::hopper

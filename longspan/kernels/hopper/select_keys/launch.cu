@@ -1,0 +1,171 @@
+#include <algorithm>
+#include <stdexcept>
+
+#include "longspan/kernels/hopper/checks.h"
+#include "longspan/kernels/hopper/select_keys.h"
+#include "longspan/kernels/hopper/select_keys/top_keys.cuh"
+
+namespace longspan::hopper {
+
+namespace {
+
+template <int kThreads>
+cudaError_t launch_top_keys(const SelectParams& params, cudaStream_t stream) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(top_keys_kernel<kThreads>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           sizeof(TopPlan::Shared));
+  if (error != cudaSuccess) return error;
+  top_keys_kernel<kThreads><<<static_cast<unsigned>(params.chunk), kThreads,
+                              sizeof(TopPlan::Shared), stream>>>(params);
+  return cudaGetLastError();
+}
+
+/// With fewer queries than processors hold, all threads work on one.
+cudaError_t launch_top_keys(const SelectParams& params, int processors,
+                            cudaStream_t stream) {
+  return params.chunk <= 2 * processors
+             ? launch_top_keys<1024>(params, stream)
+             : launch_top_keys<512>(params, stream);
+}
+
+using Launch = cudaError_t (*)(const SelectParams&, int, cudaStream_t);
+
+Launch scores_for(int64_t heads, int dim) {
+  if (dim != 64 && dim != 128) return nullptr;
+  switch (heads) {
+    case 8:
+      return dim == 64 ? launch_scores<8, 64> : launch_scores<8, 128>;
+    case 16:
+      return dim == 64 ? launch_scores<16, 64> : launch_scores<16, 128>;
+    case 32:
+      return dim == 64 ? launch_scores<32, 64> : launch_scores<32, 128>;
+    case 64:
+      return dim == 64 ? launch_scores<64, 64> : launch_scores<64, 128>;
+    default:
+      return nullptr;
+  }
+}
+
+int64_t stride_of(int64_t keys) { return (keys + 255) / 256 * 256; }
+
+/// Queries whose scores fit the scratch, whole groups of them.
+int64_t chunk_of(const KeyScoreArgs& args) {
+  const int64_t group = 256 / args.heads;
+  const int64_t fit =
+      kScratchBytes / 4 / std::max<int64_t>(stride_of(args.keys), 1);
+  if (fit < group) return std::max<int64_t>(fit, 1);
+  return std::min<int64_t>({fit / group * group, kMostChunk,
+                            (args.queries + group - 1) / group * group});
+}
+
+}  // namespace
+
+std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args) {
+  if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
+  if (scores_for(args.heads, args.head_dim) == nullptr) {
+    return "no kernel for " + std::to_string(args.heads) + " heads of " +
+           std::to_string(args.head_dim) +
+           " channels (has 8, 16, 32, 64 of 64 and 128)";
+  }
+  if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
+      !fits_32_bits(args.slots)) {
+    return "more than 2^30 queries, keys or slots";
+  }
+  if (!is_aligned(args.q) || !is_aligned(args.k)) {
+    return "q or k is not aligned to 16 bytes";
+  }
+  return why_not_here();
+}
+
+size_t select_keys_workspace(const SelectKeysArgs& args) {
+  return static_cast<size_t>(chunk_of(args) * stride_of(args.keys)) * 4;
+}
+
+void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
+  if (args.rows * args.queries * args.slots == 0) return;
+  if (const auto reason = why_not_select_keys(args)) {
+    throw std::invalid_argument("select_keys: " + *reason);
+  }
+  auto* on = static_cast<cudaStream_t>(stream);
+  const int processors = processor_count();
+  const Launch launch = scores_for(args.heads, args.head_dim);
+  const int64_t chunk = chunk_of(args);
+  for (int64_t row = 0; row < args.rows; ++row) {
+    SelectParams params{};
+    params.queries = static_cast<int>(args.queries);
+    params.keys = static_cast<int>(args.keys);
+    params.heads = static_cast<int>(args.heads);
+    params.slots = static_cast<int>(args.slots);
+    params.q = static_cast<const __nv_bfloat16*>(args.q.data) +
+               row * args.q.row_stride;
+    params.q_token = args.q.token_stride;
+    params.q_head = args.q.head_stride;
+    params.k = static_cast<const __nv_bfloat16*>(args.k.data) +
+               row * args.k.row_stride;
+    params.k_token = args.k.token_stride;
+    params.weights = static_cast<const float*>(args.weights.data) +
+                     row * args.weights.row_stride;
+    params.weights_token = args.weights.token_stride;
+    params.weights_head = args.weights.head_stride;
+    if (args.start.data != nullptr) {
+      params.start = args.start.data + row * args.start.row_stride;
+      params.end = args.end.data + row * args.end.row_stride;
+      params.start_token = args.start.token_stride;
+      params.end_token = args.end.token_stride;
+    }
+    params.indices = args.indices.data + row * args.indices.row_stride;
+    params.indices_token = args.indices.token_stride;
+    if (args.scores.data != nullptr) {
+      params.scores = static_cast<float*>(args.scores.data) +
+                      row * args.scores.row_stride;
+      params.scores_token = args.scores.token_stride;
+    }
+    params.scratch = static_cast<float*>(workspace);
+    params.stride = stride_of(args.keys);
+    for (int64_t first = 0; first < args.queries; first += chunk) {
+      params.first = static_cast<int>(first);
+      params.chunk =
+          static_cast<int>(std::min(chunk, args.queries - first));
+      if (args.keys > 0) {
+        check_launch("select_keys", launch(params, processors, on));
+      }
+      check_launch("select_keys", launch_top_keys(params, processors, on));
+    }
+  }
+}
+
+std::optional<std::string> why_not_top_keys(const TopKeysArgs& args) {
+  if (args.type != ElementType::float32) return "scores are not float32";
+  if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
+      !fits_32_bits(args.slots)) {
+    return "more than 2^30 queries, keys or slots";
+  }
+  if (reinterpret_cast<uintptr_t>(args.scores) % 16 != 0 ||
+      args.stride % 4 != 0) {
+    return "scores are not aligned to 16 bytes";
+  }
+  return why_not_here();
+}
+
+void top_keys(const TopKeysArgs& args, void* stream) {
+  if (args.queries * args.slots == 0) return;
+  if (const auto reason = why_not_top_keys(args)) {
+    throw std::invalid_argument("top_keys: " + *reason);
+  }
+  SelectParams params{};
+  params.queries = params.chunk = static_cast<int>(args.queries);
+  params.keys = static_cast<int>(args.keys);
+  params.slots = static_cast<int>(args.slots);
+  params.start = args.start;
+  params.end = args.end;
+  params.start_token = params.end_token = 1;
+  params.indices = args.indices;
+  params.indices_token = args.slots;
+  params.given = static_cast<const float*>(args.scores);
+  params.stride = args.stride;
+  check_launch("top_keys", launch_top_keys(params, processor_count(),
+                                           static_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace longspan::hopper

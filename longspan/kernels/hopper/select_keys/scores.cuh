@@ -1,0 +1,294 @@
+#pragma once
+
+#include "longspan/kernels/hopper/fragment.cuh"
+#include "longspan/kernels/hopper/select_keys/config.h"
+#include "longspan/kernels/hopper/select_keys/window.cuh"
+#include "longspan/kernels/hopper/wgmma.cuh"
+
+namespace longspan::hopper {
+
+// ---- Which tiles ---------------------------------------------------------
+
+/// A unit of work is a group of queries and a tile of keys that some window of
+/// the group touches. Units of a chunk are numbered group by group.
+template <class Plan>
+__device__ void count_units(const SelectParams& params,
+                            typename Plan::Small& small, int groups) {
+  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    int first = params.keys, end = 0;
+    for (int i = 0; i < Plan::kQueries; ++i) {
+      const int query = group * Plan::kQueries + i;
+      if (query >= params.chunk) break;
+      const Window window(params, params.first + query);
+      if (!window.matters(params)) continue;
+      first = min(first, window.first);
+      end = max(end, window.end);
+    }
+    const int tile = first / Plan::kKeys;
+    small.first_tile[group] = tile;
+    small.units_before[group + 1] =
+        first < end ? (end + Plan::kKeys - 1) / Plan::kKeys - tile : 0;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int before = 0;
+    for (int from = 0; from < groups; from += 32) {
+      const int group = from + lane;
+      int sum = group < groups ? small.units_before[group + 1] : 0;
+      for (int step = 1; step < 32; step *= 2) {
+        const int lower = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += lower;
+      }
+      if (group < groups) small.units_before[group + 1] = before + sum;
+      before += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) small.units_before[0] = 0;
+  }
+  __syncthreads();
+}
+
+/// The units of this block, in order: (group, tile) pairs of one run.
+template <class Plan>
+struct Units {
+  const typename Plan::Small& small;
+  int unit, end, group, tile;
+
+  __device__ Units(const typename Plan::Small& small, int groups)
+      : small(small) {
+    const int64_t all = small.units_before[groups];
+    unit = static_cast<int>(all * blockIdx.x / gridDim.x);
+    end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    int low = 0, high = groups;  // units_before[low] <= unit < [high]
+    while (low + 1 < high) {
+      const int middle = (low + high) / 2;
+      (small.units_before[middle] <= unit ? low : high) = middle;
+    }
+    group = low;
+    settle();
+  }
+  __device__ bool more() const { return unit < end; }
+  /// Moves on, and says whether it is another group's.
+  __device__ bool advance() {
+    ++unit;
+    ++tile;
+    if (unit < small.units_before[group + 1]) return false;
+    if (more()) settle();
+    return true;
+  }
+
+ private:
+  __device__ void settle() {
+    if (!more()) return;
+    while (small.units_before[group + 1] <= unit) ++group;
+    tile = small.first_tile[group] + unit - small.units_before[group];
+  }
+};
+
+// ---- Load ----------------------------------------------------------------
+
+template <int kHeads, class Plan>
+__device__ void fetch(const SelectParams& params, typename Plan::Small& small,
+                      uint32_t base, int groups) {
+  const int thread = threadIdx.x % 128, piece = thread % 8;
+  const int line = thread / 8;  // of 16
+  const uint32_t place = piece_place(line, piece);
+  uint32_t fill = 0, query_fill = 0;
+  bool fresh = true;
+  for (Units<Plan> units(small, groups); units.more(); fresh = units.advance()) {
+    if (fresh) {
+      barrier_wait(shared_address(&small.query_free), (query_fill & 1) ^ 1);
+      ++query_fill;
+      const int first = params.first + units.group * Plan::kQueries;
+      const int end = params.first + params.chunk;
+#pragma unroll 1
+      for (int column = line; column < Plan::kColumns; column += 16) {
+        const int query = first + column / kHeads;
+        const bool there = query < end;
+        const __nv_bfloat16* from =
+            params.q + (there ? query : 0) * params.q_token +
+            column % kHeads * params.q_head + piece * 8;
+#pragma unroll
+        for (int c = 0; c < Plan::kBlocks; ++c) {
+          copy_16(base + Plan::kQuery + c * Plan::kBlockBytes +
+                      (column - line) * 128 + place,
+                  from + c * 64, there);
+        }
+      }
+      for (int column = thread; column < Plan::kColumns; column += 128) {
+        const int query = first + column / kHeads;
+        small.weights[column] =
+            query < end ? params.weights[query * params.weights_token +
+                                         column % kHeads * params.weights_head]
+                        : 0.f;
+      }
+      barrier_arrive(shared_address(&small.query_ready));
+      barrier_arrive_copies(shared_address(&small.query_ready));
+    }
+    const uint32_t stage = fill % Plan::kStages;
+    barrier_wait(shared_address(&small.key_free[stage]),
+                 (fill / Plan::kStages & 1) ^ 1);
+    const uint32_t to =
+        base + Plan::kKey + stage * Plan::kTileBytes + place;
+#pragma unroll 4
+    for (int row = 0; row < Plan::kKeys; row += 16) {
+      const int key = units.tile * Plan::kKeys + row + line;
+      const bool there = key < params.keys;
+      const __nv_bfloat16* from =
+          params.k + (there ? key : 0) * params.k_token + piece * 8;
+#pragma unroll
+      for (int c = 0; c < Plan::kBlocks; ++c) {
+        copy_16(to + c * Plan::kBlockBytes + row * 128, from + c * 64, there);
+      }
+    }
+    barrier_arrive_copies(shared_address(&small.key_ready[stage]));
+    ++fill;
+  }
+}
+
+// ---- Score, fold over heads, store ---------------------------------------
+
+/// Sums x[i] over the four lanes of a quad, in one order for all of them, and
+/// leaves lane c the quarter c.
+template <int kCount>
+__device__ __forceinline__ void fold_quad(float (&x)[kCount], int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    // Lanes with `odd` keep quarters 1 and 3.
+    const int low = i < kCount / 4 ? i : i + kCount / 4;
+    const float keep = odd ? x[low + kCount / 4] : x[low];
+    const float give = odd ? x[low] : x[low + kCount / 4];
+    x[low] = keep + __shfl_xor_sync(~0u, give, 1);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float keep = high ? x[i + kCount / 2] : x[i];
+    const float give = high ? x[i] : x[i + kCount / 2];
+    x[i] = keep + __shfl_xor_sync(~0u, give, 2);
+  }
+}
+
+template <int kHeads, int kDim>
+__device__ void work(const SelectParams& params,
+                     typename ScorePlan<kHeads, kDim>::Small& small,
+                     uint32_t base, int groups) {
+  using Plan = ScorePlan<kHeads, kDim>;
+  constexpr int kQ = Plan::kHalfQueries;
+  const int worker = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+  uint32_t fill = 0, query_fill = 0;
+  bool fresh = true;
+  for (Units<Plan> units(small, groups); units.more();) {
+    if (fresh) {
+      barrier_wait(shared_address(&small.query_ready), query_fill & 1);
+      ++query_fill;
+      fence_for_wgmma();
+    }
+    const int group = units.group;
+    const int key =
+        units.tile * Plan::kKeys + worker * 64 + warp * 16 + lane / 4;
+    const uint32_t stage = fill % Plan::kStages;
+    barrier_wait(shared_address(&small.key_ready[stage]),
+                 fill / Plan::kStages & 1);
+    fence_for_wgmma();
+    ++fill;
+    fresh = units.advance();
+    const uint64_t a = along_channels(base + Plan::kKey +
+                                      stage * Plan::kTileBytes + worker * 8192);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      float sum[64];
+      const uint64_t b = along_channels(base + Plan::kQuery + half * 16384);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kDim / 16; ++i) {
+        const uint64_t step =
+            (i / 4 * Plan::kBlockBytes + i % 4 * 32) >> 4;
+        wgmma<0, 0>(sum, a + step, b + step, i == 0 ? 0 : 1);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(sum);
+      if (half == 1 && lane == 0) {
+        barrier_arrive(shared_address(&small.key_free[stage]));
+      }
+      // value[2 * q + i]: query q of this half, key + 8 * i.
+      float value[2 * kQ];
+      const float2* weights = reinterpret_cast<const float2*>(
+          small.weights + half * 128 + 2 * (lane & 3));
+#pragma unroll
+      for (int q = 0; q < kQ; ++q) {
+        float part[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < kHeads / 8; ++j) {
+          const int at = q * (kHeads / 8) + j;
+          const float2 weight = weights[at * 4];
+          part[0] = fmaf(positive_part(sum[4 * at]), weight.x, part[0]);
+          part[1] = fmaf(positive_part(sum[4 * at + 1]), weight.y, part[1]);
+          part[2] = fmaf(positive_part(sum[4 * at + 2]), weight.x, part[2]);
+          part[3] = fmaf(positive_part(sum[4 * at + 3]), weight.y, part[3]);
+        }
+        value[2 * q] = part[0] + part[1];
+        value[2 * q + 1] = part[2] + part[3];
+      }
+      if (half == 1 && fresh && lane == 0) {
+        barrier_arrive(shared_address(&small.query_free));
+      }
+      fold_quad(value, lane);
+      const int from = group * Plan::kQueries + half * kQ;
+#pragma unroll
+      for (int i = 0; i < kQ / 2; ++i) {
+        const int which = (lane & 3) * (kQ / 2) + i;
+        const int query = from + which / 2;
+        if (query < params.chunk) {
+          params.scratch[query * params.stride + key + 8 * (which & 1)] =
+              value[i] + 0.f;  // no -0
+        }
+      }
+    }
+  }
+}
+
+template <int kHeads, int kDim>
+__global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
+    score_kernel(const __grid_constant__ SelectParams params) {
+  using Plan = ScorePlan<kHeads, kDim>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&small.query_ready), 256);
+    barrier_init(shared_address(&small.query_free), 4 * Plan::kWorkers);
+    for (int stage = 0; stage < Plan::kStages; ++stage) {
+      barrier_init(shared_address(&small.key_ready[stage]), 128);
+      barrier_init(shared_address(&small.key_free[stage]), 4 * Plan::kWorkers);
+    }
+    barrier_init_fence();
+  }
+  const int groups = (params.chunk + Plan::kQueries - 1) / Plan::kQueries;
+  count_units<Plan>(params, small, groups);
+  const uint32_t base = shared_address(memory);
+  if (threadIdx.x >= 512) {
+    give_registers<32>();
+    fetch<kHeads, Plan>(params, small, base, groups);
+  } else {
+    take_registers<112>();
+    work<kHeads, kDim>(params, small, base, groups);
+  }
+}
+
+template <int kHeads, int kDim>
+cudaError_t launch_scores(const SelectParams& params, int processors,
+                          cudaStream_t stream) {
+  using Plan = ScorePlan<kHeads, kDim>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      score_kernel<kHeads, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      Plan::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  score_kernel<kHeads, kDim>
+      <<<static_cast<unsigned>(processors), Plan::kThreads, Plan::kSharedBytes,
+         stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace longspan::hopper
