@@ -1,0 +1,267 @@
+#include "bench/hopper/attention_truth.cuh"
+#include "bench/hopper/common.cuh"
+#include "longspan/kernels/hopper/selected_attention.h"
+
+namespace longspan::bench {
+
+namespace {
+
+/// A block a head of a query: dq of it, and dkv added. `plain` rounds weights
+/// and their derivatives to bfloat16.
+__global__ void true_backward(const bf16* q, const bf16* kv,
+                              const int32_t* lists, const bf16* dout,
+                              const float* lse, const float* delta,
+                              int64_t first, int64_t heads, int64_t keys,
+                              int64_t slots, int head_dim, double scale,
+                              bool plain, double* dq, double* dkv) {
+  const int64_t query = first + blockIdx.y, head = blockIdx.x;
+  const int64_t place = query * heads + head;
+  const int32_t* list = lists + query * slots;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ double p[8], ds[8];
+  double sum[3] = {0, 0, 0};
+  const double log = lse[place];
+  for (int64_t from = 0; from < slots; from += 8) {
+    const int64_t j = from + warp;
+    const int64_t key = j < slots ? list[j] : -1;
+    const bool there = key >= 0 && key < keys && !isinf(log);
+    double dot = 0, ddot = 0;
+    if (there) {
+      for (int d = lane; d < head_dim; d += 32) {
+        const double k = __bfloat162float(kv[key * head_dim + d]);
+        dot += k * static_cast<double>(__bfloat162float(q[place * head_dim + d]));
+        if (d < 512) {
+          ddot += k * static_cast<double>(__bfloat162float(dout[place * 512 + d]));
+        }
+      }
+    }
+    for (int step = 16; step > 0; step /= 2) {
+      dot += __shfl_xor_sync(~0u, dot, step);
+      ddot += __shfl_xor_sync(~0u, ddot, step);
+    }
+    if (lane == 0) {
+      p[warp] = there ? exp(dot * scale - log) : 0;
+      ds[warp] = p[warp] * (ddot - delta[place]) * scale;
+      if (plain) {
+        p[warp] = rounded(p[warp]);
+        ds[warp] = rounded(ds[warp]);
+      }
+    }
+    __syncthreads();
+    for (int i = 0; i < 8 && from + i < slots; ++i) {
+      const int64_t other = list[from + i];
+      if (other < 0 || other >= keys) continue;
+      for (int c = 0; c < 3; ++c) {
+        const int d = c * 256 + threadIdx.x;
+        if (d >= head_dim) break;
+        sum[c] += ds[i] * static_cast<double>(
+                              __bfloat162float(kv[other * head_dim + d]));
+        if (dkv == nullptr) continue;
+        double add = ds[i] * static_cast<double>(
+                                 __bfloat162float(q[place * head_dim + d]));
+        if (d < 512) {
+          add += p[i] * static_cast<double>(
+                            __bfloat162float(dout[place * 512 + d]));
+        }
+        if (add != 0) atomicAdd(dkv + other * head_dim + d, add);
+      }
+    }
+    __syncthreads();
+  }
+  for (int c = 0; c < 3; ++c) {
+    const int d = c * 256 + threadIdx.x;
+    if (d < head_dim) {
+      dq[(blockIdx.y * heads + head) * head_dim + d] =
+          plain ? rounded(sum[c]) : sum[c];
+    }
+  }
+}
+
+/// Everything a step needs, and all of its launches.
+struct Step {
+  AttentionData& data;
+  Device<bf16> out, dout, dq;
+  Device<float> lse, delta, dkv, dsink;
+
+  explicit Step(AttentionData& data)
+      : data(data),
+        out(data.shape.queries * data.shape.heads * 512),
+        dout(data.shape.queries * data.shape.heads * 512),
+        dq(data.shape.queries * data.shape.heads * data.shape.head_dim),
+        lse(data.shape.queries * data.shape.heads),
+        delta(data.shape.queries * data.shape.heads),
+        dkv(data.shape.keys * data.shape.head_dim),
+        dsink(data.shape.heads) {
+    randomize(dout, 21);
+    hopper::selected_attention_forward(data.forward_args(out, lse), nullptr);
+    if (data.shape.sink) add_sink();
+    ok(cudaDeviceSynchronize(), "forward of a step");
+  }
+
+  /// The backward kernel wants the log of keys and sink.
+  void add_sink() {
+    auto logs = lse.host();
+    const auto sinks = data.sink.host();
+    for (size_t i = 0; i < logs.size(); ++i) {
+      const double sink = sinks[i % sinks.size()], log = logs[i];
+      if (std::isinf(log)) continue;
+      const double high = std::max(sink, log);
+      logs[i] = static_cast<float>(
+          high + std::log(std::exp(sink - high) + std::exp(log - high)));
+    }
+    ok(cudaMemcpy(lse.data, logs.data(), logs.size() * 4, cudaMemcpyDefault),
+       "logs");
+  }
+
+  void run() {
+    const AttentionShape& shape = data.shape;
+    hopper::OutputDeltaArgs of;
+    of.rows = 1;
+    of.queries = shape.queries;
+    of.heads = shape.heads;
+    of.value_dim = 512;
+    of.out = array<const void*>(out.data, shape.queries, shape.heads, 512);
+    of.dout = array<const void*>(dout.data, shape.queries, shape.heads, 512);
+    of.delta = array<float*>(delta.data, shape.queries, shape.heads, 1);
+    hopper::output_delta(of, nullptr);
+    ok(cudaMemsetAsync(dkv.data, 0, dkv.size * 4, nullptr), "zero");
+    SelectedBackwardArgs args;
+    data.fill(args);
+    args.dout = array<const void*>(dout.data, shape.queries, shape.heads, 512);
+    args.lse = array<const void*>(lse.data, shape.queries, shape.heads, 1);
+    args.delta = array<const void*>(delta.data, shape.queries, shape.heads, 1);
+    args.dq = array<void*>(dq.data, shape.queries, shape.heads,
+                           shape.head_dim);
+    args.dkv = array<void*>(dkv.data, shape.keys, 1, shape.head_dim);
+    hopper::selected_attention_backward(args, nullptr);
+    if (shape.sink) {
+      hopper::SinkGradientArgs sink;
+      sink.rows = 1;
+      sink.queries = shape.queries;
+      sink.heads = shape.heads;
+      sink.sink = data.sink.data;
+      sink.lse = array<const float*>(lse.data, shape.queries, shape.heads, 1);
+      sink.delta =
+          array<const float*>(delta.data, shape.queries, shape.heads, 1);
+      sink.dsink = dsink.data;
+      hopper::sink_gradient(sink, nullptr);
+    }
+  }
+
+  void truth(int64_t first, int64_t count, bool plain, Device<double>& dq,
+             Device<double>* dkv) {
+    const AttentionShape& shape = data.shape;
+    const dim3 grid(static_cast<unsigned>(shape.heads),
+                    static_cast<unsigned>(count));
+    true_backward<<<grid, 256>>>(
+        data.q.data, data.kv.data, data.list.data, dout.data, lse.data,
+        delta.data, first, shape.heads, shape.keys, shape.slots,
+        shape.head_dim, data.scale, plain, dq.data,
+        dkv != nullptr ? dkv->data : nullptr);
+    ok(cudaDeviceSynchronize(), "truth");
+  }
+
+  /// dq of some queries.
+  void compare_dq(int64_t first, int64_t count, const std::string& name) {
+    const int64_t size = data.shape.heads * data.shape.head_dim;
+    Device<double> exact(count * size), plain(count * size);
+    truth(first, count, false, exact, nullptr);
+    truth(first, count, true, plain, nullptr);
+    const double error =
+        distance(widened(dq.host(first * size, count * size)), exact.host());
+    const double allowed = distance(plain.host(), exact.host());
+    report(error <= 2 * allowed,
+           name + text(": dq of %lld.. %.2e (plain %.2e)", (long long)first,
+                       error, allowed));
+  }
+};
+
+void check_case(const AttentionShape& shape) {
+  AttentionData data(shape);
+  data.wild_lists();
+  Step step(data);
+  step.dq.poison();
+  step.run();
+  ok(cudaDeviceSynchronize(), "backward");
+  const std::string name = "backward " + shape.name();
+  const int64_t T = shape.queries;
+  Device<double> dq(T * shape.heads * shape.head_dim), plain_dq(dq.size);
+  Device<double> dkv(shape.keys * shape.head_dim), plain_dkv(dkv.size);
+  dkv.zero();
+  plain_dkv.zero();
+  step.truth(0, T, false, dq, &dkv);
+  step.truth(0, T, true, plain_dq, &plain_dkv);
+  const auto want_dq = dq.host(), want_dkv = dkv.host();
+  const double dq_error = distance(widened(step.dq.host()), want_dq);
+  const double dq_plain = distance(plain_dq.host(), want_dq);
+  const double dkv_error = distance(step.dkv.host(), want_dkv);
+  const double dkv_plain = distance(plain_dkv.host(), want_dkv);
+  report(dq_error <= 2 * dq_plain && dkv_error <= 2 * dkv_plain,
+         name + text(": dq %.2e (plain %.2e), dkv %.2e (plain %.2e)", dq_error,
+                     dq_plain, dkv_error, dkv_plain));
+  // delta and dsink on the host.
+  const auto o = step.out.host(), d = step.dout.host();
+  const auto logs = step.lse.host();
+  const auto sinks = data.sink.host();
+  std::vector<double> delta(T * shape.heads), dsink(shape.heads);
+  for (int64_t i = 0; i < T * shape.heads; ++i) {
+    for (int c = 0; c < 512; ++c) {
+      delta[i] += static_cast<double>(__bfloat162float(o[i * 512 + c])) *
+                  static_cast<double>(__bfloat162float(d[i * 512 + c]));
+    }
+    const int64_t head = i % shape.heads;
+    if (!std::isinf(logs[i])) {
+      dsink[head] -= std::exp(sinks[head] - logs[i]) * delta[i];
+    }
+  }
+  const double delta_error = distance(step.delta.host(), delta);
+  const double sink_error =
+      shape.sink ? distance(step.dsink.host(), dsink) : 0;
+  report(delta_error < 1e-5 && sink_error < 1e-5,
+         name + text(": delta %.1e, dsink %.1e", delta_error, sink_error));
+}
+
+}  // namespace
+
+void check_backward() {
+  check_case({1, 1, 64, 1, 576, false});
+  check_case({3, 70, 64, 64, 576, false});
+  check_case({5, 70, 64, 65, 576, true});
+  check_case({9, 300, 64, 128, 512, false});
+  check_case({30, 200, 64, 200, 512, true});
+  check_case({40, 500, 64, 200, 576, false});
+  check_case({12, 1000, 128, 321, 576, true});
+  check_case({20, 200, 16, 100, 576, false});
+  check_case({20, 200, 80, 33, 576, false});
+}
+
+void time_backward(bool all) {
+  struct Line {
+    AttentionShape shape;
+    double bar;
+  };
+  std::vector<Line> lines = {
+      {{4096, 4096, 64, 2048, 576, false}, 200},
+      {{16384, 16384, 64, 2048, 576, false}, 200},
+  };
+  if (all) {
+    lines.push_back({{65536, 65536, 64, 2048, 576, false}, 180});
+    lines.push_back({{16384, 16384, 128, 2048, 576, false}, 0});
+    lines.push_back({{16384, 16384, 64, 640, 512, true}, 0});
+  }
+  for (const Line& line : lines) {
+    const AttentionShape& shape = line.shape;
+    AttentionData data(shape);
+    Step step(data);
+    const double ms = time_ms([&] { step.run(); }, 3);
+    const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
+                        (3 * shape.head_dim + 2 * 512);
+    std::printf("backward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f)\n",
+                shape.name().c_str(), ms, flop / ms / 1e9, line.bar);
+    const std::string name = "backward " + shape.name();
+    step.compare_dq(0, 4, name);
+    step.compare_dq(shape.queries - 3, 3, name);
+  }
+}
+
+}  // namespace longspan::bench

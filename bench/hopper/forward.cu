@@ -1,0 +1,115 @@
+#include "bench/hopper/common.cuh"
+#include "bench/hopper/attention_truth.cuh"
+#include "longspan/kernels/hopper/selected_attention.h"
+
+namespace longspan::bench {
+
+namespace {
+
+void compare(const AttentionData& data, const Device<bf16>& out,
+             const Device<float>& lse, const std::vector<int64_t>& queries,
+             const std::string& name) {
+  double error = 0, plain = 0, lse_error = 0;
+  int64_t misplaced = 0;
+  const int64_t H = data.shape.heads;
+  std::vector<double> got, want, bf16_want, got_lse, want_lse;
+  for (const int64_t t : queries) {
+    const ForwardTruth exact = data.forward_truth(t, false);
+    const ForwardTruth rounded = data.forward_truth(t, true);
+    const auto o = widened(out.host(t * H * 512, H * 512));
+    const auto l = lse.host(t * H, H);
+    got.insert(got.end(), o.begin(), o.end());
+    want.insert(want.end(), exact.out.begin(), exact.out.end());
+    bf16_want.insert(bf16_want.end(), rounded.out.begin(), rounded.out.end());
+    for (int64_t h = 0; h < H; ++h) {
+      if (std::isinf(exact.lse[h]) || std::isinf(l[h])) {
+        misplaced += !(exact.lse[h] == l[h]);
+        continue;
+      }
+      got_lse.push_back(l[h]);
+      want_lse.push_back(exact.lse[h]);
+    }
+  }
+  error = distance(got, want);
+  plain = distance(bf16_want, want);
+  lse_error = distance(got_lse, want_lse);
+  report(error <= 2 * plain && lse_error < 1e-6 && misplaced == 0,
+         name + text(": out %.2e (plain %.2e), lse %.1e, infinite apart %lld",
+                     error, plain, lse_error, (long long)misplaced));
+}
+
+void check_case(const AttentionShape& shape) {
+  AttentionData data(shape);
+  data.wild_lists();
+  Device<bf16> out(shape.queries * shape.heads * 512);
+  Device<float> lse(shape.queries * shape.heads);
+  const SelectedForwardArgs args = data.forward_args(out, lse);
+  hopper::selected_attention_forward(args, nullptr);
+  ok(cudaDeviceSynchronize(), "forward");
+  std::vector<int64_t> queries(shape.queries);
+  for (int64_t t = 0; t < shape.queries; ++t) queries[t] = t;
+  const std::string name = "forward " + shape.name();
+  compare(data, out, lse, queries, name);
+  const auto first = out.host();
+  const auto first_lse = lse.host();
+  bool same = true;
+  for (int i = 0; i < 20; ++i) {
+    out.poison();
+    lse.poison();
+    hopper::selected_attention_forward(args, nullptr);
+    same = same && same_bits(first, out.host()) &&
+           same_bits(first_lse, lse.host());
+  }
+  report(same, name + ": twenty times the same");
+}
+
+}  // namespace
+
+void check_forward() {
+  check_case({1, 1, 64, 1, 576, false});
+  check_case({5, 70, 64, 64, 576, false});
+  check_case({5, 70, 64, 65, 576, true});
+  check_case({9, 300, 64, 128, 512, false});
+  check_case({150, 500, 64, 200, 512, true});
+  check_case({300, 3000, 64, 2048, 576, false});
+  check_case({140, 1000, 128, 321, 576, true});
+  check_case({20, 200, 16, 100, 576, false});
+  check_case({20, 200, 8, 640, 512, true});
+  check_case({20, 200, 80, 33, 576, false});
+  check_case({3, 40000, 64, 36000, 576, false});
+}
+
+void time_forward(bool all) {
+  struct Line {
+    AttentionShape shape;
+    double bar, goal;
+  };
+  std::vector<Line> lines = {
+      {{4096, 4096, 64, 2048, 576, false}, 760, 860},
+      {{16384, 16384, 64, 2048, 576, false}, 580, 660},
+      {{16384, 16384, 64, 640, 512, true}, 480, 600},
+  };
+  if (all) {
+    lines.push_back({{65536, 65536, 64, 2048, 576, false}, 520, 600});
+    lines.push_back({{16384, 16384, 128, 2048, 576, false}, 570, 660});
+    lines.push_back({{65536, 65536, 128, 256, 576, false}, 0, 0});
+  }
+  for (const Line& line : lines) {
+    const AttentionShape& shape = line.shape;
+    AttentionData data(shape);
+    Device<bf16> out(shape.queries * shape.heads * 512);
+    Device<float> lse(shape.queries * shape.heads);
+    const SelectedForwardArgs args = data.forward_args(out, lse);
+    const double ms = time_ms(
+        [&] { hopper::selected_attention_forward(args, nullptr); }, 5);
+    const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
+                        (shape.head_dim + 512);
+    std::printf("forward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f, goal %.0f)\n",
+                shape.name().c_str(), ms, flop / ms / 1e9, line.bar, line.goal);
+    const int64_t T = shape.queries;
+    compare(data, out, lse, {0, 1, 63, 64, 1000, T / 2, T - 2, T - 1},
+            "forward " + shape.name());
+  }
+}
+
+}  // namespace longspan::bench
