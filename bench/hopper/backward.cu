@@ -224,7 +224,7 @@ void check_case(const AttentionShape& shape) {
 }  // namespace
 
 void check_backward() {
-  check_case({1, 1, 64, 1, 576, false});
+  check_case({2, 2, 64, 3, 576, false});
   check_case({3, 70, 64, 64, 576, false});
   check_case({5, 70, 64, 65, 576, true});
   check_case({9, 300, 64, 128, 512, false});

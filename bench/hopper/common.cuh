@@ -192,6 +192,7 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 
 void check_selection();
 void time_selection(bool all);
+void profile_selection();
 void check_forward();
 void time_forward(bool all);
 void check_backward();

@@ -67,7 +67,8 @@ void check_case(const AttentionShape& shape) {
 
 void check_forward() {
   check_case({1, 1, 64, 1, 576, false});
-  check_case({5, 70, 64, 64, 576, false});
+  check_case({700, 70, 64, 64, 576, false});
+  check_case({700, 300, 64, 200, 512, true});
   check_case({5, 70, 64, 65, 576, true});
   check_case({9, 300, 64, 128, 512, false});
   check_case({150, 500, 64, 200, 512, true});

@@ -1,6 +1,6 @@
 // hopper_harness WHAT...: check-select, check-forward, check-backward,
 // time-select, time-forward, time-backward; with a trailing "-all" the long
-// sizes too.
+// sizes too; profile-select.
 
 #include <cstring>
 
@@ -18,6 +18,7 @@ int main(int count, char** words) {
       if (what == "check-forward") check_forward();
       if (what == "check-backward") check_backward();
       if (what == "time-select") time_selection(all);
+      if (what == "profile-select") profile_selection();
       if (what == "time-forward") time_forward(all);
       if (what == "time-backward") time_backward(all);
       ok(cudaDeviceSynchronize(), "the end");

@@ -354,4 +354,24 @@ void time_selection(bool all) {
   }
 }
 
+/// One chunk of scores and the selection from it, for a profiler: the last
+/// queries of 16384 and of 65536 tokens.
+void profile_selection() {
+  for (const int64_t T : {16384, 65536}) {
+    const int64_t queries = (32 << 20) / 4 / T, slots = 2048;
+    const Data data({queries, T, 32, 128});
+    std::vector<int32_t> start(queries, 0), end(queries);
+    std::iota(end.begin(), end.end(), static_cast<int32_t>(T - queries + 1));
+    const Device<int32_t> starts(start), ends(end);
+    Device<int32_t> indices(queries * slots);
+    const SelectKeysArgs args =
+        data.args(slots, starts.data, ends.data, indices.data, nullptr);
+    Device<uint8_t> workspace(hopper::select_keys_workspace(args));
+    const double ms = time_ms(
+        [&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
+    std::printf("one chunk, %lld queries of %lld: %.4f ms\n",
+                (long long)queries, (long long)T, ms);
+  }
+}
+
 }  // namespace longspan::bench

@@ -83,6 +83,26 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void* from,
                : "memory");
 }
 
+/// What a copy tells L2 about its bytes.
+__device__ __forceinline__ uint64_t keep_in_l2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from,
+                                        bool there, uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, "
+      "%3;" ::"r"(to),
+      "l"(from), "r"(there ? 16 : 0), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void copies_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -97,8 +117,11 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void prefetch_line(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+/// Brings `bytes`, a multiple of 16, into L2.
+__device__ __forceinline__ void prefetch_row(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p),
+               "r"(bytes)
+               : "memory");
 }
 
 /// Four 8x8 tiles of bfloat16 from fragments to shared memory.
@@ -116,6 +139,18 @@ __device__ __forceinline__ void add_to(float* to, float a, float b, float c,
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
                "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
+}
+
+// ---- Launches that overlap -----------------------------------------------
+
+/// Waits until the launch before this one is done and its writes are seen.
+__device__ __forceinline__ void after_former_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+/// Lets blocks of the next launch take free processors.
+__device__ __forceinline__ void let_next_launch_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- Registers of a warpgroup --------------------------------------------

@@ -35,32 +35,33 @@ constexpr int64_t kScratchBytes = 32 << 20;
 constexpr int kMostChunk = 4096;
 
 /// Tiles and shared memory of the score kernel: keys are rows, queries and their
-/// heads columns. Four warpgroups hold 64 keys each; 256 columns are two
-/// products of 64 x 128, whose sums (64 registers) are folded over heads where
-/// they stand. A fifth warpgroup fetches.
+/// heads columns. Four warpgroups make products of 64 x 128 each, whose sums (64
+/// registers) are folded over heads where they stand, with weights that stay in
+/// 32 registers. A fifth warpgroup fetches.
 ///
-/// Per tile of 256 keys: 2 * 256 * 256 * kDim FLOP are 4096 cycles at 128
-/// channels, while 64 KiB of keys come from L2.
+/// Per tile of 128 keys and 256 columns: 2 * 128 * 256 * kDim FLOP are 2048
+/// cycles at 128 channels. Shared memory is read for 1536 of them by the
+/// products and written for 256, so nothing else may read much of it.
 template <int kHeads, int kDim>
 struct ScorePlan {
   static constexpr int kThreads = 640, kWorkers = 4;
-  static constexpr int kKeys = 256, kColumns = 256;
+  static constexpr int kKeys = 128, kColumns = 256;
   static constexpr int kQueries = kColumns / kHeads;  // of a block
   static constexpr int kHalfQueries = kQueries / 2;   // of one product
   static constexpr int kBlocks = kDim / 64;           // of channels
-  static constexpr int kStages = 2;
-  static constexpr uint32_t kBlockBytes = 256 * 128;
-  static constexpr uint32_t kTileBytes = kBlocks * kBlockBytes;
+  static constexpr int kStages = 4;
+  static constexpr uint32_t kQueryBlockBytes = kColumns * 128;
+  static constexpr uint32_t kKeyBlockBytes = kKeys * 128;
+  static constexpr uint32_t kTileBytes = kBlocks * kKeyBlockBytes;
 
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kKey = kTileBytes;
-  static constexpr uint32_t kSmall = (1 + kStages) * kTileBytes;
+  static constexpr uint32_t kKey = kBlocks * kQueryBlockBytes;
+  static constexpr uint32_t kSmall = kKey + kStages * kTileBytes;
   static constexpr int kMostGroups = kMostChunk / kQueries;
 
   struct Small {
     uint64_t query_ready, query_free;
     uint64_t key_ready[kStages], key_free[kStages];
-    float weights[kColumns];
     int first_tile[kMostGroups];      // of a group of queries
     int units_before[kMostGroups + 1];  // tiles of all groups before it
   };
@@ -68,24 +69,28 @@ struct ScorePlan {
   static_assert(kSharedBytes <= 232448);
 };
 
-/// The selection. `kMost` scores of a row are looked at in shared memory.
+/// The selection, one row a block. kMost scores of a row are looked at in shared
+/// memory; few threads a block leave room for four blocks a processor.
+template <int kBlockThreads>
 struct TopPlan {
-  static constexpr int kMost = 8192;
-  static constexpr int kSample = 4096, kLongSample = 8192;
-  static constexpr int kLong = 128 << 10;  // keys from which the latter is taken
+  static constexpr int kThreads = kBlockThreads;
+  static constexpr int kMost = kThreads > 512 ? 8192 : 5120;
+  static constexpr int kSample = 4096;  // of a row that is longer than kMost
+  static constexpr int kBins = 2048;
 
   struct Shared {
     uint32_t key[kMost];
     int place[kMost];
-    uint32_t histogram[256];
+    uint32_t histogram[kBins];
     uint2 warp_total[2][32];
     uint32_t low[32], high[32];
-    uint32_t digit, rank;
+    uint32_t digit, rank, in_bin;
+    uint32_t few_count, few[32];
   };
 };
 
 template <int kHeads, int kDim>
 cudaError_t launch_scores(const SelectParams& params, int processors,
-                          cudaStream_t stream);
+                          bool follows, cudaStream_t stream);
 
 }  // namespace longspan::hopper

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "longspan/kernels/hopper/checks.h"
+#include "longspan/kernels/hopper/launch_after.cuh"
 #include "longspan/kernels/hopper/select_keys.h"
 #include "longspan/kernels/hopper/select_keys/top_keys.cuh"
 
@@ -10,26 +11,27 @@ namespace longspan::hopper {
 namespace {
 
 template <int kThreads>
-cudaError_t launch_top_keys(const SelectParams& params, cudaStream_t stream) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(top_keys_kernel<kThreads>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           sizeof(TopPlan::Shared));
-  if (error != cudaSuccess) return error;
-  top_keys_kernel<kThreads><<<static_cast<unsigned>(params.chunk), kThreads,
-                              sizeof(TopPlan::Shared), stream>>>(params);
-  return cudaGetLastError();
-}
-
-/// With fewer queries than processors hold, all threads work on one.
-cudaError_t launch_top_keys(const SelectParams& params, int processors,
+cudaError_t launch_top_keys(const SelectParams& params, bool follows,
                             cudaStream_t stream) {
-  return params.chunk <= 2 * processors
-             ? launch_top_keys<1024>(params, stream)
-             : launch_top_keys<512>(params, stream);
+  return launch_after(top_keys_kernel<kThreads>, params.chunk, kThreads,
+                      sizeof(typename TopPlan<kThreads>::Shared), follows,
+                      stream, params);
 }
 
-using Launch = cudaError_t (*)(const SelectParams&, int, cudaStream_t);
+/// With few queries, all threads of a processor work on one; with many, four
+/// blocks hide each other's waiting.
+cudaError_t launch_top_keys(const SelectParams& params, int processors,
+                            bool follows, cudaStream_t stream) {
+  if (params.chunk <= processors) {
+    return launch_top_keys<1024>(params, follows, stream);
+  }
+  return params.chunk <= 3 * processors
+             ? launch_top_keys<512>(params, follows, stream)
+             : launch_top_keys<256>(params, follows, stream);
+}
+
+using Launch = cudaError_t (*)(const SelectParams&, int, bool,
+                                cudaStream_t);
 
 Launch scores_for(int64_t heads, int dim) {
   if (dim != 64 && dim != 128) return nullptr;
@@ -91,6 +93,7 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
   const int processors = processor_count();
   const Launch launch = scores_for(args.heads, args.head_dim);
   const int64_t chunk = chunk_of(args);
+  bool follows = false;  // a launch of ours, which it may overlap
   for (int64_t row = 0; row < args.rows; ++row) {
     SelectParams params{};
     params.queries = static_cast<int>(args.queries);
@@ -128,9 +131,12 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
       params.chunk =
           static_cast<int>(std::min(chunk, args.queries - first));
       if (args.keys > 0) {
-        check_launch("select_keys", launch(params, processors, on));
+        check_launch("select_keys", launch(params, processors, follows, on));
+        follows = true;
       }
-      check_launch("select_keys", launch_top_keys(params, processors, on));
+      check_launch("select_keys",
+                   launch_top_keys(params, processors, follows, on));
+      follows = true;
     }
   }
 }
@@ -164,7 +170,7 @@ void top_keys(const TopKeysArgs& args, void* stream) {
   params.indices_token = args.slots;
   params.given = static_cast<const float*>(args.scores);
   params.stride = args.stride;
-  check_launch("top_keys", launch_top_keys(params, processor_count(),
+  check_launch("top_keys", launch_top_keys(params, processor_count(), false,
                                            static_cast<cudaStream_t>(stream)));
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "longspan/kernels/hopper/fragment.cuh"
+#include "longspan/kernels/hopper/launch_after.cuh"
 #include "longspan/kernels/hopper/select_keys/config.h"
 #include "longspan/kernels/hopper/select_keys/window.cuh"
 #include "longspan/kernels/hopper/wgmma.cuh"
@@ -87,49 +88,41 @@ struct Units {
 
 // ---- Load ----------------------------------------------------------------
 
+/// 128 threads bring queries and keys, 16 rows of 128 bytes at a time.
 template <int kHeads, class Plan>
 __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
                       uint32_t base, int groups) {
-  const int thread = threadIdx.x % 128, piece = thread % 8;
-  const int line = thread / 8;  // of 16
+  const int piece = threadIdx.x % 8, line = threadIdx.x % 128 / 8;
   const uint32_t place = piece_place(line, piece);
   uint32_t fill = 0, query_fill = 0;
   bool fresh = true;
-  for (Units<Plan> units(small, groups); units.more(); fresh = units.advance()) {
+  for (Units<Plan> units(small, groups); units.more();
+       fresh = units.advance()) {
     if (fresh) {
       barrier_wait(shared_address(&small.query_free), (query_fill & 1) ^ 1);
       ++query_fill;
       const int first = params.first + units.group * Plan::kQueries;
       const int end = params.first + params.chunk;
-#pragma unroll 1
-      for (int column = line; column < Plan::kColumns; column += 16) {
-        const int query = first + column / kHeads;
+#pragma unroll 2
+      for (int row = 0; row < Plan::kColumns; row += 16) {
+        const int column = row + line, query = first + column / kHeads;
         const bool there = query < end;
         const __nv_bfloat16* from =
             params.q + (there ? query : 0) * params.q_token +
             column % kHeads * params.q_head + piece * 8;
 #pragma unroll
         for (int c = 0; c < Plan::kBlocks; ++c) {
-          copy_16(base + Plan::kQuery + c * Plan::kBlockBytes +
-                      (column - line) * 128 + place,
+          copy_16(base + Plan::kQuery + c * Plan::kQueryBlockBytes + row * 128 +
+                      place,
                   from + c * 64, there);
         }
       }
-      for (int column = thread; column < Plan::kColumns; column += 128) {
-        const int query = first + column / kHeads;
-        small.weights[column] =
-            query < end ? params.weights[query * params.weights_token +
-                                         column % kHeads * params.weights_head]
-                        : 0.f;
-      }
-      barrier_arrive(shared_address(&small.query_ready));
       barrier_arrive_copies(shared_address(&small.query_ready));
     }
     const uint32_t stage = fill % Plan::kStages;
     barrier_wait(shared_address(&small.key_free[stage]),
                  (fill / Plan::kStages & 1) ^ 1);
-    const uint32_t to =
-        base + Plan::kKey + stage * Plan::kTileBytes + place;
+    const uint32_t to = base + Plan::kKey + stage * Plan::kTileBytes + place;
 #pragma unroll 4
     for (int row = 0; row < Plan::kKeys; row += 16) {
       const int key = units.tile * Plan::kKeys + row + line;
@@ -138,7 +131,8 @@ __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
           params.k + (there ? key : 0) * params.k_token + piece * 8;
 #pragma unroll
       for (int c = 0; c < Plan::kBlocks; ++c) {
-        copy_16(to + c * Plan::kBlockBytes + row * 128, from + c * 64, there);
+        copy_16(to + c * Plan::kKeyBlockBytes + row * 128, from + c * 64,
+                there);
       }
     }
     barrier_arrive_copies(shared_address(&small.key_ready[stage]));
@@ -169,74 +163,86 @@ __device__ __forceinline__ void fold_quad(float (&x)[kCount], int lane) {
   }
 }
 
+/// Four warpgroups: each takes one half of the columns, whose weights stay in
+/// its registers, and one half of the keys of a tile.
 template <int kHeads, int kDim>
 __device__ void work(const SelectParams& params,
                      typename ScorePlan<kHeads, kDim>::Small& small,
                      uint32_t base, int groups) {
   using Plan = ScorePlan<kHeads, kDim>;
   constexpr int kQ = Plan::kHalfQueries;
-  const int worker = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+  const int half = threadIdx.x / 128 % 2, part = threadIdx.x / 256;
+  const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
+  float weight[32];  // of columns 8 * (i / 2) + 2 * (lane % 4) + i % 2
   uint32_t fill = 0, query_fill = 0;
   bool fresh = true;
-  for (Units<Plan> units(small, groups); units.more();) {
+  Units<Plan> units(small, groups);
+  if (units.more()) after_former_launch();  // it reads what is written here
+  while (units.more()) {
+    const int from = units.group * Plan::kQueries + half * kQ;
     if (fresh) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
+        const int query = from + column / kHeads;
+        weight[i] =
+            query < params.chunk
+                ? __ldg(params.weights +
+                        (params.first + query) * params.weights_token +
+                        column % kHeads * params.weights_head)
+                : 0.f;
+      }
       barrier_wait(shared_address(&small.query_ready), query_fill & 1);
       ++query_fill;
       fence_for_wgmma();
     }
-    const int group = units.group;
-    const int key =
-        units.tile * Plan::kKeys + worker * 64 + warp * 16 + lane / 4;
+    const int tile = units.tile;
     const uint32_t stage = fill % Plan::kStages;
     barrier_wait(shared_address(&small.key_ready[stage]),
                  fill / Plan::kStages & 1);
     fence_for_wgmma();
     ++fill;
     fresh = units.advance();
-    const uint64_t a = along_channels(base + Plan::kKey +
-                                      stage * Plan::kTileBytes + worker * 8192);
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
+    {
       float sum[64];
+      const uint64_t a = along_channels(base + Plan::kKey +
+                                        stage * Plan::kTileBytes + part * 8192);
       const uint64_t b = along_channels(base + Plan::kQuery + half * 16384);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
-        const uint64_t step =
-            (i / 4 * Plan::kBlockBytes + i % 4 * 32) >> 4;
-        wgmma<0, 0>(sum, a + step, b + step, i == 0 ? 0 : 1);
+        wgmma<0, 0>(sum,
+                    a + ((i / 4 * Plan::kKeyBlockBytes + i % 4 * 32) >> 4),
+                    b + ((i / 4 * Plan::kQueryBlockBytes + i % 4 * 32) >> 4),
+                    i == 0 ? 0 : 1);
       }
       wgmma_commit();
       wgmma_wait<0>();
       pin(sum);
-      if (half == 1 && lane == 0) {
+      if (lane == 0) {
         barrier_arrive(shared_address(&small.key_free[stage]));
+        if (fresh) barrier_arrive(shared_address(&small.query_free));
       }
       // value[2 * q + i]: query q of this half, key + 8 * i.
       float value[2 * kQ];
-      const float2* weights = reinterpret_cast<const float2*>(
-          small.weights + half * 128 + 2 * (lane & 3));
 #pragma unroll
       for (int q = 0; q < kQ; ++q) {
-        float part[4] = {0.f, 0.f, 0.f, 0.f};
+        float term[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < kHeads / 8; ++j) {
           const int at = q * (kHeads / 8) + j;
-          const float2 weight = weights[at * 4];
-          part[0] = fmaf(positive_part(sum[4 * at]), weight.x, part[0]);
-          part[1] = fmaf(positive_part(sum[4 * at + 1]), weight.y, part[1]);
-          part[2] = fmaf(positive_part(sum[4 * at + 2]), weight.x, part[2]);
-          part[3] = fmaf(positive_part(sum[4 * at + 3]), weight.y, part[3]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            term[i] = fmaf(positive_part(sum[4 * at + i]),
+                           weight[2 * at + i % 2], term[i]);
+          }
         }
-        value[2 * q] = part[0] + part[1];
-        value[2 * q + 1] = part[2] + part[3];
-      }
-      if (half == 1 && fresh && lane == 0) {
-        barrier_arrive(shared_address(&small.query_free));
+        value[2 * q] = term[0] + term[1];
+        value[2 * q + 1] = term[2] + term[3];
       }
       fold_quad(value, lane);
-      const int from = group * Plan::kQueries + half * kQ;
+      const int key = tile * Plan::kKeys + part * 64 + warp * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < kQ / 2; ++i) {
         const int which = (lane & 3) * (kQ / 2) + i;
@@ -257,7 +263,7 @@ __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&small.query_ready), 256);
+    barrier_init(shared_address(&small.query_ready), 128);
     barrier_init(shared_address(&small.query_free), 4 * Plan::kWorkers);
     for (int stage = 0; stage < Plan::kStages; ++stage) {
       barrier_init(shared_address(&small.key_ready[stage]), 128);
@@ -271,6 +277,8 @@ __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
   if (threadIdx.x >= 512) {
     give_registers<32>();
     fetch<kHeads, Plan>(params, small, base, groups);
+    after_former_launch();
+    let_next_launch_begin();
   } else {
     take_registers<112>();
     work<kHeads, kDim>(params, small, base, groups);
@@ -279,16 +287,10 @@ __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
 
 template <int kHeads, int kDim>
 cudaError_t launch_scores(const SelectParams& params, int processors,
-                          cudaStream_t stream) {
+                          bool follows, cudaStream_t stream) {
   using Plan = ScorePlan<kHeads, kDim>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      score_kernel<kHeads, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      Plan::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  score_kernel<kHeads, kDim>
-      <<<static_cast<unsigned>(processors), Plan::kThreads, Plan::kSharedBytes,
-         stream>>>(params);
-  return cudaGetLastError();
+  return launch_after(score_kernel<kHeads, kDim>, processors, Plan::kThreads,
+                      Plan::kSharedBytes, follows, stream, params);
 }
 
 }  // namespace longspan::hopper

@@ -11,6 +11,7 @@ namespace longspan::hopper {
 struct ForwardParams {
   int64_t rows, queries, heads, slots;
   int32_t keys;
+  bool far;     // the keys do not fit L2
   float scale;  // times log2(e): everything inside is in powers of two
   const __nv_bfloat16* q;
   int64_t q_row, q_token, q_head;
@@ -62,7 +63,7 @@ struct ForwardPlan {
     uint64_t there[2];                         // bit j: slot j holds a key
     float high[2][64], sum[2][64];             // of either warpgroup, a head
     int tiles;                                 // of this query
-    uint8_t live[kMarkedTiles];
+    uint8_t live[2][kMarkedTiles];             // of this query and the next
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448);

@@ -95,18 +95,33 @@ struct Fetcher {
     barrier_arrive_copies(ready);
   }
 
+  /// Brings the rows of the next tiles, which may lie outside L2, into it.
+  __device__ void ahead(const KeyTile& even, const KeyTile& odd,
+                        const __nv_bfloat16* kv) const {
+    const int32_t low = thread < 64 ? even.slot[0] : odd.slot[0];
+    const int32_t high = thread < 64 ? even.slot[1] : odd.slot[1];
+    const int32_t key = thread & 32 ? high : low;
+    if (params.far && static_cast<uint32_t>(key) < params.keys) {
+      prefetch_row(kv + key * params.kv_token, Plan::kBlocks * 128);
+    }
+  }
+
+  __device__ TileList list_of(int at, int turn) const {
+    const ForwardItem item(params, at);
+    return TileList(params.indices + item.row * params.indices_row +
+                        item.query * params.indices_token,
+                    static_cast<int>(params.slots), params.keys,
+                    small.live[turn & 1], Plan::kMarkedTiles, thread,
+                    kFetchers);
+  }
+
   __device__ void run() {
     const int items = ForwardItem::count(params);
+    int at = ForwardItem::at(0);
+    TileList tiles = list_of(at, 0);
+    KeyTile even = tiles.next(), odd = tiles.next();
     for (int round = 0;; ++round) {
-      const int at = ForwardItem::at(round);
-      // The last round may miss this block only.
-      if (round * static_cast<int>(gridDim.x) >= items) break;
-      if (at >= items) continue;
       const ForwardItem item(params, at);
-      const int32_t* list = params.indices + item.row * params.indices_row +
-                            item.query * params.indices_token;
-      TileList tiles(list, static_cast<int>(params.slots), params.keys,
-                     small.live, Plan::kMarkedTiles, thread, kFetchers);
       barrier_wait(shared_address(&small.query_free), (round & 1) ^ 1);
       if (thread == 0) {
         small.tiles = tiles.count;
@@ -114,31 +129,35 @@ struct Fetcher {
       }
       query(item);
       const __nv_bfloat16* kv = params.kv + item.row * params.kv_row;
-      KeyTile even = tiles.next();
-      KeyTile odd = tiles.next();
-      for (int left = tiles.count; left > 0; left -= 2) {
+      int left = tiles.count;
+      const auto pair = [&] {
         const bool two = left > 1;
         even.look();
         odd.look();
         const KeyTile even_now = even, odd_now = odd;
-        even = tiles.next();  // their lists are on the way meanwhile
-        odd = tiles.next();
+        left -= 2;
+        if (left > 0) {
+          even = tiles.next();  // on the way meanwhile
+          odd = tiles.next();
+        }
         half<0, 0>(even_now, kv);
         if (two) half<1, 1>(odd_now, kv);
         half<0, 1>(even_now, kv);
         if (two) half<1, 0>(odd_now, kv);
         ++fills[0];
         fills[1] += two;
-      }
-      const int next = ForwardItem::at(round + 1);
-      if (next < items) {
-        const ForwardItem later(params, next);
-        const int32_t* line = params.indices + later.row * params.indices_row +
-                              later.query * params.indices_token;
-        for (int64_t i = thread * 32; i < params.slots; i += 128 * 32) {
-          prefetch_line(line + i);
-        }
-      }
+        if (left > 0) ahead(even, odd, kv);
+      };
+      if (left > 0) pair();
+      // The next list is looked through long before it is needed.
+      at = ForwardItem::at(round + 1);
+      const bool ends = at >= items;
+      TileList upcoming = ends ? tiles : list_of(at, round + 1);
+      while (left > 0) pair();
+      if (ends) break;
+      tiles = upcoming;
+      even = tiles.next();
+      odd = tiles.next();
     }
   }
 };

@@ -41,6 +41,7 @@ void selected_attention_forward(const SelectedForwardArgs& args,
   params.heads = args.heads;
   params.slots = args.slots;
   params.keys = static_cast<int32_t>(args.keys);
+  params.far = args.rows * args.keys * args.head_dim * 2 > (40 << 20);
   params.scale = static_cast<float>(args.scale * 1.4426950408889634);
   params.q = static_cast<const __nv_bfloat16*>(args.q.data);
   params.q_row = args.q.row_stride;

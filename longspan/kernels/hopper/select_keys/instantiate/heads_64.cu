@@ -2,9 +2,9 @@
 
 namespace longspan::hopper {
 
-template cudaError_t launch_scores<64, 64>(const SelectParams&, int,
+template cudaError_t launch_scores<64, 64>(const SelectParams&, int, bool,
                                            cudaStream_t);
-template cudaError_t launch_scores<64, 128>(const SelectParams&, int,
+template cudaError_t launch_scores<64, 128>(const SelectParams&, int, bool,
                                             cudaStream_t);
 
 }  // namespace longspan::hopper
