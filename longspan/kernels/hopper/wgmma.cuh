@@ -12,6 +12,14 @@ namespace longspan::hopper {
 /// D of a thread (warp w, lane l): d[4 * j + 2 * i + e] is row
 /// 16 w + l / 4 + 8 i and column 8 j + 2 (l % 4) + e.
 
+/// Where dynamic shared memory of a kernel without any other starts. Operands
+/// whose places are known when it is compiled need no registers.
+constexpr uint32_t kSharedBase = 1024;
+
+__device__ __forceinline__ void check_shared_base(uint32_t base) {
+  if ((base & 0xFFFFFF) != kSharedBase) __trap();
+}
+
 /// Where an operand starts, when its rows (of A) or columns (of B) are rows of
 /// the block; 16 deeper is 32 bytes further.
 __device__ __forceinline__ uint64_t along_channels(uint32_t address) {

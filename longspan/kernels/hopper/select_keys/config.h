@@ -35,16 +35,17 @@ constexpr int64_t kScratchBytes = 32 << 20;
 constexpr int kMostChunk = 4096;
 
 /// Tiles and shared memory of the score kernel: keys are rows, queries and their
-/// heads columns. Four warpgroups make products of 64 x 128 each, whose sums (64
-/// registers) are folded over heads where they stand, with weights that stay in
-/// 32 registers. A fifth warpgroup fetches.
+/// heads columns. Two warpgroups make products of 64 x 128 each, two at a time:
+/// the sums of one (64 registers) are folded over heads where they stand, with
+/// weights that stay in 32 registers, while the other is under way. A third
+/// warpgroup fetches.
 ///
 /// Per tile of 128 keys and 256 columns: 2 * 128 * 256 * kDim FLOP are 2048
 /// cycles at 128 channels. Shared memory is read for 1536 of them by the
 /// products and written for 256, so nothing else may read much of it.
 template <int kHeads, int kDim>
 struct ScorePlan {
-  static constexpr int kThreads = 640, kWorkers = 4;
+  static constexpr int kThreads = 384, kWorkers = 2;
   static constexpr int kKeys = 128, kColumns = 256;
   static constexpr int kQueries = kColumns / kHeads;  // of a block
   static constexpr int kHalfQueries = kQueries / 2;   // of one product
@@ -82,7 +83,7 @@ struct TopPlan {
     uint32_t key[kMost];
     int place[kMost];
     uint32_t histogram[kBins];
-    uint2 warp_total[2][32];
+    uint32_t warp_total[2][32];
     uint32_t low[32], high[32];
     uint32_t digit, rank, in_bin;
     uint32_t few_count, few[32];

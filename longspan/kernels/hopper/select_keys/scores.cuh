@@ -163,98 +163,128 @@ __device__ __forceinline__ void fold_quad(float (&x)[kCount], int lane) {
   }
 }
 
-/// Four warpgroups: each takes one half of the columns, whose weights stay in
-/// its registers, and one half of the keys of a tile.
+/// Two warpgroups: each takes one half of the columns, whose weights stay in
+/// its registers. While it folds the products of 64 keys, those of the next 64
+/// are under way.
 template <int kHeads, int kDim>
-__device__ void work(const SelectParams& params,
-                     typename ScorePlan<kHeads, kDim>::Small& small,
-                     uint32_t base, int groups) {
+struct Scorer {
   using Plan = ScorePlan<kHeads, kDim>;
-  constexpr int kQ = Plan::kHalfQueries;
-  const int half = threadIdx.x / 128 % 2, part = threadIdx.x / 256;
-  const int warp = threadIdx.x / 32 % 4;
-  const int lane = threadIdx.x % 32;
+  static constexpr int kQ = Plan::kHalfQueries;
+  const SelectParams& params;
+  typename Plan::Small& small;
+  uint32_t base;
+  int half, warp, lane;
   float weight[32];  // of columns 8 * (i / 2) + 2 * (lane % 4) + i % 2
-  uint32_t fill = 0, query_fill = 0;
-  bool fresh = true;
-  Units<Plan> units(small, groups);
-  if (units.more()) after_former_launch();  // it reads what is written here
-  while (units.more()) {
-    const int from = units.group * Plan::kQueries + half * kQ;
-    if (fresh) {
+  int from;          // the first query of this half in the chunk
+
+  __device__ void take_group(int group) {
+    from = group * Plan::kQueries + half * kQ;
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
-        const int query = from + column / kHeads;
-        weight[i] =
-            query < params.chunk
-                ? __ldg(params.weights +
-                        (params.first + query) * params.weights_token +
-                        column % kHeads * params.weights_head)
-                : 0.f;
-      }
-      barrier_wait(shared_address(&small.query_ready), query_fill & 1);
-      ++query_fill;
-      fence_for_wgmma();
-    }
-    const int tile = units.tile;
-    const uint32_t stage = fill % Plan::kStages;
-    barrier_wait(shared_address(&small.key_ready[stage]),
-                 fill / Plan::kStages & 1);
-    fence_for_wgmma();
-    ++fill;
-    fresh = units.advance();
-    {
-      float sum[64];
-      const uint64_t a = along_channels(base + Plan::kKey +
-                                        stage * Plan::kTileBytes + part * 8192);
-      const uint64_t b = along_channels(base + Plan::kQuery + half * 16384);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
-        wgmma<0, 0>(sum,
-                    a + ((i / 4 * Plan::kKeyBlockBytes + i % 4 * 32) >> 4),
-                    b + ((i / 4 * Plan::kQueryBlockBytes + i % 4 * 32) >> 4),
-                    i == 0 ? 0 : 1);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(sum);
-      if (lane == 0) {
-        barrier_arrive(shared_address(&small.key_free[stage]));
-        if (fresh) barrier_arrive(shared_address(&small.query_free));
-      }
-      // value[2 * q + i]: query q of this half, key + 8 * i.
-      float value[2 * kQ];
-#pragma unroll
-      for (int q = 0; q < kQ; ++q) {
-        float term[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int j = 0; j < kHeads / 8; ++j) {
-          const int at = q * (kHeads / 8) + j;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            term[i] = fmaf(positive_part(sum[4 * at + i]),
-                           weight[2 * at + i % 2], term[i]);
-          }
-        }
-        value[2 * q] = term[0] + term[1];
-        value[2 * q + 1] = term[2] + term[3];
-      }
-      fold_quad(value, lane);
-      const int key = tile * Plan::kKeys + part * 64 + warp * 16 + lane / 4;
-#pragma unroll
-      for (int i = 0; i < kQ / 2; ++i) {
-        const int which = (lane & 3) * (kQ / 2) + i;
-        const int query = from + which / 2;
-        if (query < params.chunk) {
-          params.scratch[query * params.stride + key + 8 * (which & 1)] =
-              value[i] + 0.f;  // no -0
-        }
+    for (int i = 0; i < 32; ++i) {
+      const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
+      const int query = from + column / kHeads;
+      weight[i] = 0.f;
+      if (query < params.chunk) {
+        weight[i] = __ldg(params.weights +
+                          (params.first + query) * params.weights_token +
+                          column % kHeads * params.weights_head);
       }
     }
   }
-}
+
+  /// sum = keys of a part of a tile times columns.
+  __device__ void multiply(float (&sum)[64], uint32_t stage, int part) {
+    const uint64_t a = along_channels(base + Plan::kKey +
+                                      stage * Plan::kTileBytes + part * 8192);
+    const uint64_t b = along_channels(base + Plan::kQuery + half * 16384);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      wgmma<0, 0>(sum, a + ((i / 4 * Plan::kKeyBlockBytes + i % 4 * 32) >> 4),
+                  b + ((i / 4 * Plan::kQueryBlockBytes + i % 4 * 32) >> 4),
+                  i == 0 ? 0 : 1);
+    }
+    wgmma_commit();
+  }
+
+  /// Folds over heads and stores, for 64 keys.
+  __device__ void fold(const float (&sum)[64], int first_key) {
+    // value[2 * q + i]: query q of this half, key + 8 * i.
+    float value[2 * kQ];
+#pragma unroll
+    for (int q = 0; q < kQ; ++q) {
+      float term[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < kHeads / 8; ++j) {
+        const int at = q * (kHeads / 8) + j;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          term[i] = fmaf(positive_part(sum[4 * at + i]),
+                         weight[2 * at + i % 2], term[i]);
+        }
+      }
+      value[2 * q] = term[0] + term[1];
+      value[2 * q + 1] = term[2] + term[3];
+    }
+    fold_quad(value, lane);
+    const int key = first_key + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kQ / 2; ++i) {
+      const int which = (lane & 3) * (kQ / 2) + i;
+      const int query = from + which / 2;
+      if (query < params.chunk) {
+        params.scratch[query * params.stride + key + 8 * (which & 1)] =
+            value[i] + 0.f;  // no -0
+      }
+    }
+  }
+
+  __device__ void release(uint64_t& barrier) {
+    if (lane == 0) barrier_arrive(shared_address(&barrier));
+  }
+
+  __device__ void run(int groups) {
+    uint32_t fill = 0, query_fill = 0;
+    const auto wait_for_keys = [&] {
+      barrier_wait(shared_address(&small.key_ready[fill % Plan::kStages]),
+                   fill / Plan::kStages & 1);
+      fence_for_wgmma();
+    };
+    Units<Plan> units(small, groups);
+    if (units.more()) after_former_launch();  // it reads what is written here
+    float even[64], odd[64];
+    while (units.more()) {
+      take_group(units.group);
+      barrier_wait(shared_address(&small.query_ready), query_fill & 1);
+      ++query_fill;
+      wait_for_keys();
+      multiply(even, fill % Plan::kStages, 0);
+      for (;;) {
+        const int key = units.tile * Plan::kKeys;
+        const uint32_t stage = fill % Plan::kStages;
+        multiply(odd, stage, 1);
+        wgmma_wait<1>();
+        pin(even);
+        fold(even, key);
+        ++fill;
+        if (units.advance() || !units.more()) {
+          wgmma_wait<0>();
+          pin(odd);
+          release(small.key_free[stage]);
+          release(small.query_free);
+          fold(odd, key + 64);
+          break;
+        }
+        wait_for_keys();
+        multiply(even, fill % Plan::kStages, 0);
+        wgmma_wait<1>();
+        pin(odd);
+        release(small.key_free[stage]);
+        fold(odd, key + 64);
+      }
+    }
+  }
+};
 
 template <int kHeads, int kDim>
 __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
@@ -274,14 +304,22 @@ __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
   const int groups = (params.chunk + Plan::kQueries - 1) / Plan::kQueries;
   count_units<Plan>(params, small, groups);
   const uint32_t base = shared_address(memory);
-  if (threadIdx.x >= 512) {
-    give_registers<32>();
+  if (threadIdx.x >= 256) {
+    give_registers<40>();
     fetch<kHeads, Plan>(params, small, base, groups);
     after_former_launch();
     let_next_launch_begin();
   } else {
-    take_registers<112>();
-    work<kHeads, kDim>(params, small, base, groups);
+    take_registers<232>();
+    // The same for all lanes, and known to be.
+    const int half = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+    Scorer<kHeads, kDim> scorer{params,
+                                small,
+                                base,
+                                half,
+                                static_cast<int>(threadIdx.x) / 32 % 4,
+                                static_cast<int>(threadIdx.x) % 32};
+    scorer.run(groups);
   }
 }
 

@@ -32,23 +32,20 @@ struct TopKeys {
   int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t turn = 0;  // of warp_total, so that one barrier a scan is enough
 
-  /// What lies before this warp in a block-wide sum of two words, and all.
-  __device__ uint2 before_warp(uint2 total, uint2& all) {
-    uint2* totals = shared.warp_total[turn++ & 1];
+  /// What lies before this warp in a block-wide sum, and all of it.
+  __device__ uint32_t before_warp(uint32_t total, uint32_t& all) {
+    uint32_t* totals = shared.warp_total[turn++ & 1];
     if (lane == 0) totals[warp] = total;
     __syncthreads();
-    uint2 sum = lane < kWarps ? totals[lane] : make_uint2(0, 0);
-    const uint2 own = sum;
+    const uint32_t own = lane < kWarps ? totals[lane] : 0;
+    uint32_t sum = own;
 #pragma unroll
     for (int step = 1; step < kWarps; step *= 2) {
-      const uint32_t x = __shfl_up_sync(~0u, sum.x, step);
-      const uint32_t y = __shfl_up_sync(~0u, sum.y, step);
-      if (lane >= step) sum.x += x, sum.y += y;
+      const uint32_t x = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += x;
     }
-    all.x = __shfl_sync(~0u, sum.x, kWarps - 1);
-    all.y = __shfl_sync(~0u, sum.y, kWarps - 1);
-    return make_uint2(__shfl_sync(~0u, sum.x - own.x, warp),
-                      __shfl_sync(~0u, sum.y - own.y, warp));
+    all = __shfl_sync(~0u, sum, kWarps - 1);
+    return __shfl_sync(~0u, sum - own, warp);
   }
 
   __device__ uint32_t sum_in_warp(uint32_t x) {
@@ -95,10 +92,8 @@ struct TopKeys {
       sum += bins[i];
     }
     const uint32_t with = sum_in_warp(sum);
-    uint2 all;
-    const uint2 before =
-        before_warp(make_uint2(__shfl_sync(~0u, with, 31), 0), all);
-    uint32_t above = before.x + with - sum;
+    uint32_t all;
+    uint32_t above = before_warp(__shfl_sync(~0u, with, 31), all) + with - sum;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (above < rank && above + bins[i] >= rank) {
@@ -265,21 +260,21 @@ struct TopKeys {
     return score_of(bound.key);
   }
 
-  /// Collects in order what is not less than `least`, and counts it; what lies
-  /// past kMost is only counted.
-  __device__ int collect(const float* row, Window window, float least,
-                         uint32_t& low, uint32_t& high) {
+  /// Lists in order the places of what is not less than `least`, and counts
+  /// it; what lies past kMost is only counted. A warp takes 512 neighbours.
+  __device__ int collect(const float* row, Window window, float least) {
     constexpr int kRound = kThreads * 16;
     const auto size = static_cast<uint32_t>(window.size());
     int found = 0;
     float4 next[4];
+    const int mine = warp * 512 + lane * 4;
     const auto load = [&](int from) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int i = from + (j * kThreads + thread) * 4;
         next[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (i < window.end) {
-          next[j] = __ldcg(reinterpret_cast<const float4*>(row + i));
+        if (from + mine + j * 128 < window.end) {
+          next[j] = __ldcg(
+              reinterpret_cast<const float4*>(row + from + mine + j * 128));
         }
       }
     };
@@ -289,57 +284,73 @@ struct TopKeys {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] = next[j];
       load(from + kRound);  // it is on the way meanwhile
-      uint32_t counts = 0;
-      uint32_t mine = 0;  // bit 4 * j + e
+      uint32_t taken = 0;   // bit 4 * j + e
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int i = from + (j * kThreads + thread) * 4 - window.first;
-        const float* value = reinterpret_cast<const float*>(x + j);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          // A NaN is not less.
-          const bool take =
-              !(value[e] < least) && static_cast<uint32_t>(i + e) < size;
-          mine |= static_cast<uint32_t>(take) << (4 * j + e);
-        }
-        counts |= __popc(mine >> (4 * j) & 15) << (8 * j);
+        // A NaN is not less.
+        if (!(x[j].x < least)) taken |= 1u << (4 * j);
+        if (!(x[j].y < least)) taken |= 2u << (4 * j);
+        if (!(x[j].z < least)) taken |= 4u << (4 * j);
+        if (!(x[j].w < least)) taken |= 8u << (4 * j);
       }
-      // Of four times 32 threads: 128 fit a byte.
+      if (from < window.first || from + kRound > window.end) {
+        const int i = from + mine - window.first;
+#pragma unroll
+        for (int bit = 0; bit < 16; ++bit) {
+          if (static_cast<uint32_t>(i + bit / 4 * 128 + bit % 4) >= size) {
+            taken &= ~(1u << bit);
+          }
+        }
+      }
+      uint32_t counts = 0;  // a byte each: 128 of a warp fit
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        counts |= __popc(taken >> (4 * j) & 15) << (8 * j);
+      }
       uint32_t sum = sum_in_warp(counts);
       const uint32_t total = __shfl_sync(~0u, sum, 31);
       sum -= counts;
-      uint2 all;
-      const uint2 before =
-          before_warp(make_uint2((total & 255) | (total >> 8 & 255) << 16,
-                                 (total >> 16 & 255) | total >> 24 << 16),
-                      all);
-      const uint32_t of[4] = {all.x & 0xffff, all.x >> 16, all.y & 0xffff,
-                              all.y >> 16};
-      const uint32_t ahead[4] = {before.x & 0xffff, before.x >> 16,
-                                 before.y & 0xffff, before.y >> 16};
+      const uint32_t pairs = (total & 0xff00ff) + (total >> 8 & 0xff00ff);
+      uint32_t all;
+      const uint32_t before =
+          before_warp((pairs & 0xffff) + (pairs >> 16), all);
+      // Where the first of each byte goes.
+      uint32_t at[4];
+      at[0] = found + before;
+      at[1] = at[0] + (total & 255);
+      at[2] = at[1] + (total >> 8 & 255);
+      at[3] = at[2] + (total >> 16 & 255);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int at = found + static_cast<int>(ahead[j] + (sum >> (8 * j) & 255));
-        const float* value = reinterpret_cast<const float*>(x + j);
-        if (mine >> (4 * j) & 15) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (mine >> (4 * j + e) & 1) {
-              const uint32_t key = ordered(value[e]);
-              low = min(low, key);
-              high = max(high, key);
-              if (at < Plan::kMost) {
-                shared.key[at] = key;
-                shared.place[at] = from + (j * kThreads + thread) * 4 + e;
-              }
-              ++at;
-            }
+        uint32_t bits = taken >> (4 * j) & 15;
+        uint32_t to = at[j] + (sum >> (8 * j) & 255);
+        while (bits != 0) {
+          if (to < Plan::kMost) {
+            shared.place[to] = from + mine + j * 128 + __ffs(bits) - 1;
           }
+          ++to;
+          bits &= bits - 1;
         }
-        found += static_cast<int>(of[j]);
       }
+      found += static_cast<int>(all);
     }
+    __syncthreads();
     return found;
+  }
+
+  /// Keys of listed places, or of the whole window, for shared memory.
+  template <class PlaceAt>
+  __device__ void bring(const float* row, int size, uint32_t& low,
+                        uint32_t& high, const PlaceAt& place_at) {
+    low = ~0u, high = 0;
+#pragma unroll 4
+    for (int i = thread; i < size; i += kThreads) {
+      const uint32_t key = ordered(__ldcg(row + place_at(i)));
+      shared.key[i] = key;
+      low = min(low, key);
+      high = max(high, key);
+    }
+    spread(low, high);
   }
 
   /// Writes what is above the bound and the first that equal it, in order.
@@ -359,13 +370,11 @@ struct TopKeys {
         }
       }
       const uint32_t with = sum_in_warp(counts);
-      const uint32_t total = __shfl_sync(~0u, with, 31);
-      uint2 all;
-      const uint2 before =
-          before_warp(make_uint2(total & 0xffff, total >> 16), all);
-      const uint32_t ahead = with - counts;
-      uint32_t greater = above + before.x + (ahead & 0xffff);
-      uint32_t ties = equal + before.y + (ahead >> 16);
+      uint32_t all;
+      const uint32_t ahead =
+          before_warp(__shfl_sync(~0u, with, 31), all) + with - counts;
+      uint32_t greater = above + (ahead & 0xffff);
+      uint32_t ties = equal + (ahead >> 16);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (first + e >= size) break;
@@ -378,8 +387,8 @@ struct TopKeys {
         greater += more;
         ties += same;
       }
-      above += all.x;
-      equal += all.y;
+      above += all & 0xffff;
+      equal += all >> 16;
     }
   }
 
@@ -398,26 +407,32 @@ struct TopKeys {
       return;
     }
     if (slots == 0) return;
-    uint32_t low = ~0u, high = 0;
+    uint32_t low, high;
+    const auto key_at = [&](int i) { return shared.key[i]; };
+    if (size <= Plan::kMost) {
+      const auto place_at = [&](int i) { return window.first + i; };
+      bring(row, size, low, high, place_at);
+      emit(size, find(size, slots, low, high, true), indices, scores, key_at,
+           place_at);
+      return;
+    }
     int found = 0;
-    const bool small = size <= Plan::kMost;
-    if (small || slots <= Plan::kMost / 2) {
-      const float least = small ? -INFINITY : guess(row, window, slots);
-      found = collect(row, window, least, low, high);
+    if (slots <= Plan::kMost / 2) {
+      found = collect(row, window, guess(row, window, slots));
     }
     if (found >= slots && found <= Plan::kMost) {
-      spread(low, high);
-      const auto key_at = [&](int i) { return shared.key[i]; };
-      const Bound bound = find(found, slots, low, high, true);
-      emit(found, bound, indices, scores, key_at,
-           [&](int i) { return shared.place[i]; });
+      const auto place_at = [&](int i) { return shared.place[i]; };
+      bring(row, found, low, high, place_at);
+      emit(found, find(found, slots, low, high, true), indices, scores, key_at,
+           place_at);
     } else {
       // Too many look alike: the whole row is read for each digit.
-      const auto key_at = [&](int i) {
+      const auto far_key_at = [&](int i) {
         return ordered(__ldcg(row + window.first + i));
       };
-      const Bound bound = find_by_digits<true>(size, slots, 0, ~0u, key_at);
-      emit(size, bound, indices, scores, key_at,
+      const Bound bound =
+          find_by_digits<true>(size, slots, 0, ~0u, far_key_at);
+      emit(size, bound, indices, scores, far_key_at,
            [&](int i) { return window.first + i; });
     }
   }

@@ -106,10 +106,9 @@ __device__ void make_scores(const BackwardParams& params,
     float score[32], dscore[32];
     wgmma_fence();
     {
-      const uint32_t here = not_hoisted(base);
-      const uint64_t q = along_channels(here + Plan::kQuery);
-      const uint64_t k = along_channels(here + Plan::kKey);
-      const uint64_t d = along_channels(here + Plan::kDout);
+      const uint64_t q = along_channels(kSharedBase + Plan::kQuery);
+      const uint64_t k = along_channels(kSharedBase + Plan::kKey);
+      const uint64_t d = along_channels(kSharedBase + Plan::kDout);
 #pragma unroll
       for (int i = 0; i < Plan::kBlocks * 4; ++i) {
         const uint64_t step = (i / 4 * Plan::kBlockBytes + i % 4 * 32) >> 4;
@@ -151,7 +150,7 @@ __device__ void make_scores(const BackwardParams& params,
     fence_for_wgmma();
     announce(kTileReady, 256);
     {
-      const uint64_t k = across_channels(not_hoisted(base) + Plan::kKey,
+      const uint64_t k = across_channels(kSharedBase + Plan::kKey,
                                          Plan::kBlockBytes);
       pin(dq);
       wgmma_fence();
@@ -216,13 +215,12 @@ __device__ void make_dkv(const BackwardParams& params,
   float* dkv = params.dkv + item.row * params.dkv_row +
                (lane & 1 ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
   const auto chunk = [&](float(&d)[32], int c) {
-    const uint32_t here = not_hoisted(base);
-    const uint64_t p = across_channels(here + Plan::kWeights, 0);
-    const uint64_t s = across_channels(here + Plan::kDscores, 0);
+    const uint64_t p = across_channels(kSharedBase + Plan::kWeights, 0);
+    const uint64_t s = across_channels(kSharedBase + Plan::kDscores, 0);
     const uint64_t q =
-        across_channels(here + Plan::kQuery + c * Plan::kBlockBytes, 0);
+        across_channels(kSharedBase + Plan::kQuery + c * Plan::kBlockBytes, 0);
     const uint64_t o =
-        across_channels(here + Plan::kDout + c * Plan::kBlockBytes, 0);
+        across_channels(kSharedBase + Plan::kDout + c * Plan::kBlockBytes, 0);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -247,10 +245,9 @@ __device__ void make_dkv(const BackwardParams& params,
       row[i] = key >= 0 ? dkv + key * params.dkv_token : nullptr;
     }
     {
-      const uint32_t here = not_hoisted(base);
-      const uint64_t s = along_channels(here + Plan::kDscores);
+      const uint64_t s = along_channels(kSharedBase + Plan::kDscores);
       const uint64_t k = across_channels(
-          here + Plan::kKey + 4 * Plan::kBlockBytes, Plan::kBlockBytes);
+          kSharedBase + Plan::kKey + 4 * Plan::kBlockBytes, Plan::kBlockBytes);
       pin(dq);
       pin(rest);
       wgmma_fence();
@@ -320,6 +317,7 @@ __global__ void __launch_bounds__(BackwardPlan<kHeadDim>::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
   const uint32_t base = shared_address(memory);
+  check_shared_base(base);
   const BackwardItem item(params);
   const int64_t heads = params.heads - item.head;
   fetch_heads<Plan::kBlocks>(

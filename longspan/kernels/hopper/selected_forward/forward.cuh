@@ -95,17 +95,6 @@ struct Fetcher {
     barrier_arrive_copies(ready);
   }
 
-  /// Brings the rows of the next tiles, which may lie outside L2, into it.
-  __device__ void ahead(const KeyTile& even, const KeyTile& odd,
-                        const __nv_bfloat16* kv) const {
-    const int32_t low = thread < 64 ? even.slot[0] : odd.slot[0];
-    const int32_t high = thread < 64 ? even.slot[1] : odd.slot[1];
-    const int32_t key = thread & 32 ? high : low;
-    if (params.far && static_cast<uint32_t>(key) < params.keys) {
-      prefetch_row(kv + key * params.kv_token, Plan::kBlocks * 128);
-    }
-  }
-
   __device__ TileList list_of(int at, int turn) const {
     const ForwardItem item(params, at);
     return TileList(params.indices + item.row * params.indices_row +
@@ -146,7 +135,6 @@ struct Fetcher {
         if (two) half<1, 0>(odd_now, kv);
         ++fills[0];
         fills[1] += two;
-        if (left > 0) ahead(even, odd, kv);
       };
       if (left > 0) pair();
       // The next list is looked through long before it is needed.
@@ -188,9 +176,8 @@ struct Worker {
   __device__ void add_scores(uint32_t key, bool fresh) {
     constexpr int kFirst = kRight ? Plan::kLeftBlocks : 0;
     constexpr int kLast = kRight ? Plan::kBlocks : Plan::kLeftBlocks;
-    const uint32_t here = not_hoisted(base);
-    const uint64_t a = along_channels(here + Plan::kQuery);
-    const uint64_t b = along_channels(here + key);
+    const uint64_t a = along_channels(kSharedBase + Plan::kQuery);
+    const uint64_t b = along_channels(kSharedBase + key);
 #pragma unroll
     for (int c = kFirst; c < kLast; ++c) {
 #pragma unroll
@@ -281,8 +268,7 @@ struct Worker {
 
   /// out += own weights v, the weights from registers.
   __device__ void add_own(uint32_t value) {
-    const uint64_t b =
-        across_channels(not_hoisted(base) + value, Plan::kBlockBytes);
+    const uint64_t b = across_channels(kSharedBase + value, Plan::kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       wgmma<1>(out, weight[k], b + (k * 2048 >> 4));
@@ -291,9 +277,8 @@ struct Worker {
 
   /// out += the other's weights v.
   __device__ void add_other(uint32_t place, uint32_t value) {
-    const uint32_t here = not_hoisted(base);
-    const uint64_t a = along_channels(here + place);
-    const uint64_t b = across_channels(here + value, Plan::kBlockBytes);
+    const uint64_t a = along_channels(kSharedBase + place);
+    const uint64_t b = across_channels(kSharedBase + value, Plan::kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       wgmma<0, 1>(out, a + (k * 32 >> 4), b + (k * 2048 >> 4));
@@ -541,6 +526,7 @@ __global__ void __launch_bounds__(ForwardPlan<kHeadDim>::kThreads, 1)
   }
   __syncthreads();
   const uint32_t base = shared_address(memory);
+  check_shared_base(base);
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const int group = threadIdx.x / 128;
   if (group == 2) {
