@@ -235,6 +235,11 @@ void check_backward() {
   check_case({20, 200, 80, 33, 576, false});
 }
 
+void check_few_backward() {
+  check_case({9, 70, 64, 65, 576, true});
+  check_case({12, 200, 80, 133, 512, true});
+}
+
 void time_backward(bool all) {
   struct Line {
     AttentionShape shape;

@@ -191,11 +191,14 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 }
 
 void check_selection();
+void check_few_selections();
 void time_selection(bool all);
 void profile_selection();
 void check_forward();
+void check_few_forward();
 void time_forward(bool all);
 void check_backward();
+void check_few_backward();
 void time_backward(bool all);
 
 }  // namespace longspan::bench

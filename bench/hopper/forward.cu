@@ -61,6 +61,24 @@ void check_case(const AttentionShape& shape) {
            same_bits(first_lse, lse.host());
   }
   report(same, name + ": twenty times the same");
+  // A rank that has some of the queries, and all keys.
+  const int64_t half = shape.queries / 2, rest = shape.queries - half;
+  SelectedForwardArgs part = args;
+  part.queries = rest;
+  part.q.data = data.q.data + half * shape.heads * shape.head_dim;
+  part.indices.data = data.list.data + half * shape.slots;
+  out.poison();
+  lse.poison();
+  hopper::selected_attention_forward(part, nullptr);
+  const auto some = out.host(0, rest * shape.heads * 512);
+  const auto some_lse = lse.host(0, rest * shape.heads);
+  same = std::equal(reinterpret_cast<const char*>(some.data()),
+                    reinterpret_cast<const char*>(some.data() + some.size()),
+                    reinterpret_cast<const char*>(first.data() + first.size() -
+                                                  some.size()));
+  same = same && std::equal(some_lse.begin(), some_lse.end(),
+                            first_lse.end() - some_lse.size());
+  report(same, name + ": the same for some of the queries");
 }
 
 }  // namespace
@@ -78,6 +96,11 @@ void check_forward() {
   check_case({20, 200, 8, 640, 512, true});
   check_case({20, 200, 80, 33, 576, false});
   check_case({3, 40000, 64, 36000, 576, false});
+}
+
+void check_few_forward() {
+  check_case({9, 70, 64, 65, 576, true});
+  check_case({12, 200, 80, 133, 512, true});
 }
 
 void time_forward(bool all) {

@@ -1,4 +1,4 @@
-// hopper_harness WHAT...: check-select, check-forward, check-backward,
+// hopper_harness WHAT...: check-few, check-select, check-forward, check-backward,
 // time-select, time-forward, time-backward; with a trailing "-all" the long
 // sizes too; profile-select.
 
@@ -14,6 +14,11 @@ int main(int count, char** words) {
     const std::string what = all ? word.substr(0, word.size() - 4) : word;
     std::printf("-- %s\n", word.c_str());
     try {
+      if (what == "check-few") {  // for a memory checker
+        check_few_selections();
+        check_few_forward();
+        check_few_backward();
+      }
       if (what == "check-select") check_selection();
       if (what == "check-forward") check_forward();
       if (what == "check-backward") check_backward();

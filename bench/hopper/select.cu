@@ -277,6 +277,13 @@ void check_selection() {
   check_case({300, 12345, 32, 128}, 2048);
 }
 
+void check_few_selections() {
+  check_rows(2049, 64);
+  check_rows(9001, 2048);
+  check_case({61, 515, 16, 64}, 32);
+  check_case({35, 1003, 32, 128}, 100);
+}
+
 void time_selection(bool all) {
   struct Bar {
     int64_t tokens;

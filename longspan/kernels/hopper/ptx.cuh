@@ -28,6 +28,17 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
                : "memory");
 }
 
+/// The same without a branch, which would stand between products under way.
+__device__ __forceinline__ void barrier_arrive_if(bool does,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(barrier),
+      "r"(static_cast<int>(does))
+      : "memory");
+}
+
 /// Arrives once everything this thread copied before has landed.
 __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile(
@@ -47,17 +58,15 @@ __device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-/// Waits until the phase of that parity is complete.
+/// Waits until the phase of that parity is complete. A barrier that nobody
+/// completes is a bug, and traps after seconds; with a loop that only this ends
+/// early, ptxas also leaves products under way alone (13.0 serialises those of
+/// the score kernel around a bare loop).
 __device__ __forceinline__ void barrier_wait(uint32_t barrier,
                                              uint32_t parity) {
-#ifdef LONGSPAN_SPIN_LIMIT
-  for (int spins = 0; !barrier_try(barrier, parity); ++spins) {
-    if (spins > LONGSPAN_SPIN_LIMIT) __trap();
+  for (int polls = 0; !barrier_try(barrier, parity); ++polls) {
+    if (polls > 1 << 28) __trap();
   }
-#else
-  while (!barrier_try(barrier, parity)) {
-  }
-#endif
 }
 
 // ---- Barriers by number, of some warps of a block ------------------------
@@ -131,6 +140,16 @@ __device__ __forceinline__ void store_tiles(uint32_t to,
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
           to),
       "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+/// Stores without a branch.
+__device__ __forceinline__ void store_if(bool does, float* to, float x) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p st.global.f32 [%0], %1; }" ::"l"(to),
+      "f"(x), "r"(static_cast<int>(does))
       : "memory");
 }
 

@@ -49,13 +49,14 @@ __device__ void count_units(const SelectParams& params,
   __syncthreads();
 }
 
-/// The units of this block, in order: (group, tile) pairs of one run.
+/// The units of this block, which are neighbours: for each group it touches,
+/// `tiles` tiles from `tile` on.
 template <class Plan>
-struct Units {
+struct Runs {
   const typename Plan::Small& small;
-  int unit, end, group, tile;
+  int unit, end, group, tile, tiles;
 
-  __device__ Units(const typename Plan::Small& small, int groups)
+  __device__ Runs(const typename Plan::Small& small, int groups)
       : small(small) {
     const int64_t all = small.units_before[groups];
     unit = static_cast<int>(all * blockIdx.x / gridDim.x);
@@ -69,13 +70,9 @@ struct Units {
     settle();
   }
   __device__ bool more() const { return unit < end; }
-  /// Moves on, and says whether it is another group's.
-  __device__ bool advance() {
-    ++unit;
-    ++tile;
-    if (unit < small.units_before[group + 1]) return false;
-    if (more()) settle();
-    return true;
+  __device__ void advance() {
+    unit += tiles;
+    settle();
   }
 
  private:
@@ -83,6 +80,7 @@ struct Units {
     if (!more()) return;
     while (small.units_before[group + 1] <= unit) ++group;
     tile = small.first_tile[group] + unit - small.units_before[group];
+    tiles = min(small.units_before[group + 1], end) - unit;
   }
 };
 
@@ -95,48 +93,46 @@ __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
   const int piece = threadIdx.x % 8, line = threadIdx.x % 128 / 8;
   const uint32_t place = piece_place(line, piece);
   uint32_t fill = 0, query_fill = 0;
-  bool fresh = true;
-  for (Units<Plan> units(small, groups); units.more();
-       fresh = units.advance()) {
-    if (fresh) {
-      barrier_wait(shared_address(&small.query_free), (query_fill & 1) ^ 1);
-      ++query_fill;
-      const int first = params.first + units.group * Plan::kQueries;
-      const int end = params.first + params.chunk;
+  for (Runs<Plan> runs(small, groups); runs.more(); runs.advance()) {
+    barrier_wait(shared_address(&small.query_free), (query_fill & 1) ^ 1);
+    ++query_fill;
+    const int first = params.first + runs.group * Plan::kQueries;
+    const int end = params.first + params.chunk;
 #pragma unroll 2
-      for (int row = 0; row < Plan::kColumns; row += 16) {
-        const int column = row + line, query = first + column / kHeads;
-        const bool there = query < end;
-        const __nv_bfloat16* from =
-            params.q + (there ? query : 0) * params.q_token +
-            column % kHeads * params.q_head + piece * 8;
-#pragma unroll
-        for (int c = 0; c < Plan::kBlocks; ++c) {
-          copy_16(base + Plan::kQuery + c * Plan::kQueryBlockBytes + row * 128 +
-                      place,
-                  from + c * 64, there);
-        }
-      }
-      barrier_arrive_copies(shared_address(&small.query_ready));
-    }
-    const uint32_t stage = fill % Plan::kStages;
-    barrier_wait(shared_address(&small.key_free[stage]),
-                 (fill / Plan::kStages & 1) ^ 1);
-    const uint32_t to = base + Plan::kKey + stage * Plan::kTileBytes + place;
-#pragma unroll 4
-    for (int row = 0; row < Plan::kKeys; row += 16) {
-      const int key = units.tile * Plan::kKeys + row + line;
-      const bool there = key < params.keys;
-      const __nv_bfloat16* from =
-          params.k + (there ? key : 0) * params.k_token + piece * 8;
+    for (int row = 0; row < Plan::kColumns; row += 16) {
+      const int column = row + line, query = first + column / kHeads;
+      const bool there = query < end;
+      const __nv_bfloat16* from = params.q +
+                                  (there ? query : 0) * params.q_token +
+                                  column % kHeads * params.q_head + piece * 8;
 #pragma unroll
       for (int c = 0; c < Plan::kBlocks; ++c) {
-        copy_16(to + c * Plan::kKeyBlockBytes + row * 128, from + c * 64,
-                there);
+        copy_16(base + Plan::kQuery + c * Plan::kQueryBlockBytes + row * 128 +
+                    place,
+                from + c * 64, there);
       }
     }
-    barrier_arrive_copies(shared_address(&small.key_ready[stage]));
-    ++fill;
+    barrier_arrive_copies(shared_address(&small.query_ready));
+    for (int tile = runs.tile; tile < runs.tile + runs.tiles; ++tile) {
+      const uint32_t stage = fill % Plan::kStages;
+      barrier_wait(shared_address(&small.key_free[stage]),
+                   (fill / Plan::kStages & 1) ^ 1);
+      const uint32_t to = base + Plan::kKey + stage * Plan::kTileBytes + place;
+#pragma unroll 4
+      for (int row = 0; row < Plan::kKeys; row += 16) {
+        const int key = tile * Plan::kKeys + row + line;
+        const bool there = key < params.keys;
+        const __nv_bfloat16* from =
+            params.k + (there ? key : 0) * params.k_token + piece * 8;
+#pragma unroll
+        for (int c = 0; c < Plan::kBlocks; ++c) {
+          copy_16(to + c * Plan::kKeyBlockBytes + row * 128, from + c * 64,
+                  there);
+        }
+      }
+      barrier_arrive_copies(shared_address(&small.key_ready[stage]));
+      ++fill;
+    }
   }
 }
 
@@ -182,13 +178,11 @@ struct Scorer {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
-      const int query = from + column / kHeads;
-      weight[i] = 0.f;
-      if (query < params.chunk) {
-        weight[i] = __ldg(params.weights +
-                          (params.first + query) * params.weights_token +
-                          column % kHeads * params.weights_head);
-      }
+      // What comes for queries past the end is not stored.
+      const int query = min(from + column / kHeads, params.chunk - 1);
+      weight[i] = __ldg(params.weights +
+                        (params.first + query) * params.weights_token +
+                        column % kHeads * params.weights_head);
     }
   }
 
@@ -232,15 +226,14 @@ struct Scorer {
     for (int i = 0; i < kQ / 2; ++i) {
       const int which = (lane & 3) * (kQ / 2) + i;
       const int query = from + which / 2;
-      if (query < params.chunk) {
-        params.scratch[query * params.stride + key + 8 * (which & 1)] =
-            value[i] + 0.f;  // no -0
-      }
+      store_if(query < params.chunk,
+               params.scratch + query * params.stride + key + 8 * (which & 1),
+               value[i] + 0.f);  // no -0
     }
   }
 
   __device__ void release(uint64_t& barrier) {
-    if (lane == 0) barrier_arrive(shared_address(&barrier));
+    barrier_arrive_if(lane == 0, shared_address(&barrier));
   }
 
   __device__ void run(int groups) {
@@ -250,24 +243,24 @@ struct Scorer {
                    fill / Plan::kStages & 1);
       fence_for_wgmma();
     };
-    Units<Plan> units(small, groups);
-    if (units.more()) after_former_launch();  // it reads what is written here
-    float even[64], odd[64];
-    while (units.more()) {
-      take_group(units.group);
+    Runs<Plan> runs(small, groups);
+    if (runs.more()) after_former_launch();  // it reads what is written here
+    for (; runs.more(); runs.advance()) {
+      float even[64], odd[64];
+      take_group(runs.group);
       barrier_wait(shared_address(&small.query_ready), query_fill & 1);
       ++query_fill;
       wait_for_keys();
       multiply(even, fill % Plan::kStages, 0);
-      for (;;) {
-        const int key = units.tile * Plan::kKeys;
+      int key = runs.tile * Plan::kKeys;
+      for (int left = runs.tiles;; --left) {
         const uint32_t stage = fill % Plan::kStages;
+        ++fill;
         multiply(odd, stage, 1);
         wgmma_wait<1>();
         pin(even);
         fold(even, key);
-        ++fill;
-        if (units.advance() || !units.more()) {
+        if (left == 1) {
           wgmma_wait<0>();
           pin(odd);
           release(small.key_free[stage]);
@@ -281,6 +274,7 @@ struct Scorer {
         pin(odd);
         release(small.key_free[stage]);
         fold(odd, key + 64);
+        key += Plan::kKeys;
       }
     }
   }
