@@ -73,9 +73,8 @@ static __global__ void true_forward(const bf16* q, const bf16* kv,
     double value = 0;
     for (int64_t j = 0; j < slots; ++j) {
       if (w[j] == 0) continue;
-      value += w[j] *
-               static_cast<double>(__bfloat162float(
-                   kv[static_cast<int64_t>(list[j]) * head_dim + d]));
+      value += w[j] * static_cast<double>(__bfloat162float(
+                          kv[static_cast<int64_t>(list[j]) * head_dim + d]));
     }
     value = sum == 0 ? 0 : value / total;
     out[head * 512 + d] = plain ? rounded(value) : value;
@@ -140,11 +139,11 @@ struct AttentionData {
     args.head_dim = shape.head_dim;
     args.value_dim = 512;
     args.scale = scale;
-    args.q = array<const void*>(q.data, shape.queries, shape.heads,
-                                shape.head_dim);
+    args.q =
+        array<const void*>(q.data, shape.queries, shape.heads, shape.head_dim);
     args.kv = array<const void*>(kv.data, shape.keys, 1, shape.head_dim);
-    args.indices = array<const int32_t*>(list.data, shape.queries, 1,
-                                         shape.slots);
+    args.indices =
+        array<const int32_t*>(list.data, shape.queries, 1, shape.slots);
   }
 
   SelectedForwardArgs forward_args(const Device<bf16>& out,

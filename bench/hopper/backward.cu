@@ -29,9 +29,11 @@ __global__ void true_backward(const bf16* q, const bf16* kv,
     if (there) {
       for (int d = lane; d < head_dim; d += 32) {
         const double k = __bfloat162float(kv[key * head_dim + d]);
-        dot += k * static_cast<double>(__bfloat162float(q[place * head_dim + d]));
+        dot +=
+            k * static_cast<double>(__bfloat162float(q[place * head_dim + d]));
         if (d < 512) {
-          ddot += k * static_cast<double>(__bfloat162float(dout[place * 512 + d]));
+          ddot +=
+              k * static_cast<double>(__bfloat162float(dout[place * 512 + d]));
         }
       }
     }
@@ -60,8 +62,8 @@ __global__ void true_backward(const bf16* q, const bf16* kv,
         double add = ds[i] * static_cast<double>(
                                  __bfloat162float(q[place * head_dim + d]));
         if (d < 512) {
-          add += p[i] * static_cast<double>(
-                            __bfloat162float(dout[place * 512 + d]));
+          add += p[i] *
+                 static_cast<double>(__bfloat162float(dout[place * 512 + d]));
         }
         if (add != 0) atomicAdd(dkv + other * head_dim + d, add);
       }
@@ -130,8 +132,7 @@ struct Step {
     args.dout = array<const void*>(dout.data, shape.queries, shape.heads, 512);
     args.lse = array<const void*>(lse.data, shape.queries, shape.heads, 1);
     args.delta = array<const void*>(delta.data, shape.queries, shape.heads, 1);
-    args.dq = array<void*>(dq.data, shape.queries, shape.heads,
-                           shape.head_dim);
+    args.dq = array<void*>(dq.data, shape.queries, shape.heads, shape.head_dim);
     args.dkv = array<void*>(dkv.data, shape.keys, 1, shape.head_dim);
     hopper::selected_attention_backward(args, nullptr);
     if (shape.sink) {
@@ -155,9 +156,8 @@ struct Step {
                     static_cast<unsigned>(count));
     true_backward<<<grid, 256>>>(
         data.q.data, data.kv.data, data.list.data, dout.data, lse.data,
-        delta.data, first, shape.heads, shape.keys, shape.slots,
-        shape.head_dim, data.scale, plain, dq.data,
-        dkv != nullptr ? dkv->data : nullptr);
+        delta.data, first, shape.heads, shape.keys, shape.slots, shape.head_dim,
+        data.scale, plain, dq.data, dkv != nullptr ? dkv->data : nullptr);
     ok(cudaDeviceSynchronize(), "truth");
   }
 
@@ -170,9 +170,8 @@ struct Step {
     const double error =
         distance(widened(dq.host(first * size, count * size)), exact.host());
     const double allowed = distance(plain.host(), exact.host());
-    report(error <= 2 * allowed,
-           name + text(": dq of %lld.. %.2e (plain %.2e)", (long long)first,
-                       error, allowed));
+    report(error <= 2 * allowed, name + text(": dq of %lld.. %.2e (plain %.2e)",
+                                             (long long)first, error, allowed));
   }
 };
 
@@ -215,8 +214,7 @@ void check_case(const AttentionShape& shape) {
     }
   }
   const double delta_error = distance(step.delta.host(), delta);
-  const double sink_error =
-      shape.sink ? distance(step.dsink.host(), dsink) : 0;
+  const double sink_error = shape.sink ? distance(step.dsink.host(), dsink) : 0;
   report(delta_error < 1e-5 && sink_error < 1e-5,
          name + text(": delta %.1e, dsink %.1e", delta_error, sink_error));
 }

@@ -44,9 +44,7 @@ struct Device {
   Device& operator=(const Device&) = delete;
   ~Device() { cudaFree(data); }
 
-  void poison() {
-    ok(cudaMemset(data, 0xff, size * sizeof(T)), "poison");
-  }
+  void poison() { ok(cudaMemset(data, 0xff, size * sizeof(T)), "poison"); }
   void zero() { ok(cudaMemset(data, 0, size * sizeof(T)), "zero"); }
   std::vector<T> host(size_t first = 0, size_t count = ~size_t{0}) const {
     std::vector<T> result(std::min(count, size - first));

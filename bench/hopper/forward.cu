@@ -1,5 +1,5 @@
-#include "bench/hopper/common.cuh"
 #include "bench/hopper/attention_truth.cuh"
+#include "bench/hopper/common.cuh"
 #include "longspan/kernels/hopper/selected_attention.h"
 
 namespace longspan::bench {
@@ -72,10 +72,10 @@ void check_case(const AttentionShape& shape) {
   hopper::selected_attention_forward(part, nullptr);
   const auto some = out.host(0, rest * shape.heads * 512);
   const auto some_lse = lse.host(0, rest * shape.heads);
-  same = std::equal(reinterpret_cast<const char*>(some.data()),
-                    reinterpret_cast<const char*>(some.data() + some.size()),
-                    reinterpret_cast<const char*>(first.data() + first.size() -
-                                                  some.size()));
+  same = std::equal(
+      reinterpret_cast<const char*>(some.data()),
+      reinterpret_cast<const char*>(some.data() + some.size()),
+      reinterpret_cast<const char*>(first.data() + first.size() - some.size()));
   same = same && std::equal(some_lse.begin(), some_lse.end(),
                             first_lse.end() - some_lse.size());
   report(same, name + ": the same for some of the queries");
@@ -124,8 +124,8 @@ void time_forward(bool all) {
     Device<bf16> out(shape.queries * shape.heads * 512);
     Device<float> lse(shape.queries * shape.heads);
     const SelectedForwardArgs args = data.forward_args(out, lse);
-    const double ms = time_ms(
-        [&] { hopper::selected_attention_forward(args, nullptr); }, 5);
+    const double ms =
+        time_ms([&] { hopper::selected_attention_forward(args, nullptr); }, 5);
     const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
                         (shape.head_dim + 512);
     std::printf("forward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f, goal %.0f)\n",

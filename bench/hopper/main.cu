@@ -1,6 +1,6 @@
-// hopper_harness WHAT...: check-few, check-select, check-forward, check-backward,
-// time-select, time-forward, time-backward; with a trailing "-all" the long
-// sizes too; profile-select.
+// hopper_harness WHAT...: check-few, check-select, check-forward,
+// check-backward, time-select, time-forward, time-backward; with a trailing
+// "-all" the long sizes too; profile-select.
 
 #include <cstring>
 

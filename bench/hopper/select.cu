@@ -96,9 +96,9 @@ __global__ void true_scores(const bf16* q, const bf16* k, const float* weights,
 void check_case(const Case& shape, int64_t slots) {
   const Data data(shape);
   const int64_t T = shape.queries, S = shape.keys;
-  const std::string name = text("select %lldx%lld heads %dx%d slots %lld",
-                                (long long)T, (long long)S, shape.heads,
-                                shape.dim, (long long)slots);
+  const std::string name =
+      text("select %lldx%lld heads %dx%d slots %lld", (long long)T,
+           (long long)S, shape.heads, shape.dim, (long long)slots);
   // Every score, as the kernel has them.
   Device<int32_t> all_keys(T * S);
   Device<float> all_scores(T * S);
@@ -135,8 +135,7 @@ void check_case(const Case& shape, int64_t slots) {
   const auto got_scores = chosen.host();
   std::atomic<int64_t> wrong = 0, wrong_scores = 0;
   spread_over_cores(T, [&](int64_t t) {
-    const auto want =
-        sorted_choice(&scores[t * S], S, start[t], end[t], slots);
+    const auto want = sorted_choice(&scores[t * S], S, start[t], end[t], slots);
     for (int64_t j = 0; j < slots; ++j) {
       wrong += want[j] != got[t * slots + j];
       const float score = want[j] < 0 ? -INFINITY : scores[t * S + want[j]];
@@ -145,8 +144,7 @@ void check_case(const Case& shape, int64_t slots) {
   });
   report(wrong == 0 && wrong_scores == 0,
          name + text(": %lld slots and %lld scores differ from a sort",
-                     (long long)wrong.load(),
-                     (long long)wrong_scores.load()));
+                     (long long)wrong.load(), (long long)wrong_scores.load()));
 
   // Without scores, and again: the same bits.
   bool same = true;
@@ -177,20 +175,18 @@ void check_case(const Case& shape, int64_t slots) {
         differ += moved[(t - 3) * (S - 5) + s - 5] != scores[t * S + s];
       }
     }
-    report(differ == 0,
-           name + text(": %lld scores depend on their place",
-                       (long long)differ));
+    report(differ == 0, name + text(": %lld scores depend on their place",
+                                    (long long)differ));
   }
 }
 
 /// Rows that break selectors.
 void check_rows(int64_t keys, int64_t slots) {
   const std::vector<std::string> names = {
-      "all equal",    "all zero",     "one bin but one", "both zeros",
-      "NaN",          "infinite",     "ascending",       "descending",
-      "normal",       "negative",     "few values",      "tiny",
-      "NaN and ties", "spiked",       "mostly zero",     "all NaN",
-      "-inf",         "equal blocks", "late ones"};
+      "all equal",  "all zero",  "one bin but one", "both zeros", "NaN",
+      "infinite",   "ascending", "descending",      "normal",     "negative",
+      "few values", "tiny",      "NaN and ties",    "spiked",     "mostly zero",
+      "all NaN",    "-inf",      "equal blocks",    "late ones"};
   const int64_t stride = (keys + 3) / 4 * 4, rows = names.size() * 8;
   std::vector<float> scores(rows * stride, NAN);
   std::vector<int32_t> start(rows), end(rows);
@@ -206,7 +202,8 @@ void check_rows(int64_t keys, int64_t slots) {
       if (name == "one bin but one") to[i] = i == keys / 2 ? 100.f : 1.f;
       if (name == "both zeros") to[i] = z & 1 ? 0.f : -0.f;
       if (name == "NaN" && z % 50 == 0) to[i] = NAN;
-      if (name == "infinite" && z % 9 == 0) to[i] = z & 64 ? INFINITY : -INFINITY;
+      if (name == "infinite" && z % 9 == 0)
+        to[i] = z & 64 ? INFINITY : -INFINITY;
       if (name == "ascending") to[i] = static_cast<float>(i);
       if (name == "descending") to[i] = static_cast<float>(-i);
       if (name == "negative") to[i] = -std::fabs(x) - 5;
@@ -220,8 +217,8 @@ void check_rows(int64_t keys, int64_t slots) {
       if (name == "equal blocks") to[i] = static_cast<float>(i / 700 % 13);
       if (name == "late ones") to[i] = x + (i > keys - slots ? 50.f : 0.f);
     }
-    const int64_t sizes[] = {keys, keys, 0, 1, slots - 1, slots, slots + 1,
-                             keys / 2};
+    const int64_t sizes[] = {keys,      keys,  0,         1,
+                             slots - 1, slots, slots + 1, keys / 2};
     start[row] = row % 8 == 0 ? 0 : static_cast<int32_t>(row % 5);
     end[row] = static_cast<int32_t>(start[row] + sizes[row % 8]);
   });
@@ -242,8 +239,8 @@ void check_rows(int64_t keys, int64_t slots) {
   const auto got = indices.host();
   std::vector<char> wrong(rows);
   spread_over_cores(rows, [&](int64_t row) {
-    const auto want = sorted_choice(&scores[row * stride], keys, start[row],
-                                    end[row], slots);
+    const auto want =
+        sorted_choice(&scores[row * stride], keys, start[row], end[row], slots);
     wrong[row] = !std::equal(want.begin(), want.end(), &got[row * slots]);
   });
   std::string bad;
@@ -252,9 +249,9 @@ void check_rows(int64_t keys, int64_t slots) {
       bad += " [" + names[row / 8] + " " + std::to_string(row % 8) + "]";
     }
   }
-  report(bad.empty(), text("top_keys %lld of %lld:", (long long)slots,
-                           (long long)keys) +
-                          (bad.empty() ? " every odd row" : bad));
+  report(bad.empty(),
+         text("top_keys %lld of %lld:", (long long)slots, (long long)keys) +
+             (bad.empty() ? " every odd row" : bad));
 }
 
 }  // namespace
@@ -301,8 +298,8 @@ void time_selection(bool all) {
     const SelectKeysArgs args =
         data.args(slots, starts.data, ends.data, indices.data, nullptr);
     Device<uint8_t> workspace(hopper::select_keys_workspace(args));
-    const double ms = time_ms(
-        [&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
+    const double ms =
+        time_ms([&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
     // The same from a graph.
     cudaStream_t stream;
     cudaStreamCreate(&stream);
@@ -317,8 +314,7 @@ void time_selection(bool all) {
     std::printf(
         "select_keys %6lld causal 32x128 k 2048: %8.3f ms, %8.3f in a graph "
         "(bar %.2f, goal %.2f), workspace %.1f MB\n",
-        (long long)T, ms, replayed, bar.bar, bar.goal,
-        workspace.size / 1e6);
+        (long long)T, ms, replayed, bar.bar, bar.goal, workspace.size / 1e6);
     std::fflush(stdout);
     // Some rows against a sort of the kernel's scores, by way of windows.
     const int64_t rows[] = {0, 1, 2047, 2048, 2049, T / 2 + 3, T - 2, T - 1};
@@ -374,8 +370,8 @@ void profile_selection() {
     const SelectKeysArgs args =
         data.args(slots, starts.data, ends.data, indices.data, nullptr);
     Device<uint8_t> workspace(hopper::select_keys_workspace(args));
-    const double ms = time_ms(
-        [&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
+    const double ms =
+        time_ms([&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
     std::printf("one chunk, %lld queries of %lld: %.4f ms\n",
                 (long long)queries, (long long)T, ms);
   }

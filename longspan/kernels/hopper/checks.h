@@ -33,7 +33,9 @@ inline void check_launch(const char* who, cudaError_t error) {
   throw std::runtime_error(std::string(who) + ": " + cudaGetErrorString(error));
 }
 
-inline bool fits_32_bits(int64_t count) { return count <= (1 << 30); }
+inline bool fits_32_bits(int64_t count) {
+  return count <= (1 << 30);
+}
 
 /// Whether bfloat16 of every token and head start at a multiple of 16 bytes.
 template <class Pointer>

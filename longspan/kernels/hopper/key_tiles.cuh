@@ -8,9 +8,9 @@ namespace longspan::hopper {
 
 /// 64 slots of a list, seen by a warp: lane l holds slots l and l + 32.
 struct KeyTile {
-  int32_t keys = 0;             // that exist
-  int32_t slot[2] = {-1, -1};   // as listed
-  uint64_t there = 0;           // bit j: slot j holds a key
+  int32_t keys = 0;            // that exist
+  int32_t slot[2] = {-1, -1};  // as listed
+  uint64_t there = 0;          // bit j: slot j holds a key
 
   /// Waits for the list, and turns slots that hold no key into -1.
   __device__ void look() {

@@ -12,9 +12,9 @@ template <class Params>
 cudaError_t launch_after(void (*kernel)(Params), int blocks, int threads,
                          uint32_t shared_bytes, bool follows,
                          cudaStream_t stream, const Params& params) {
-  cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      static_cast<int>(shared_bytes));
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -29,8 +29,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 }
 
 /// The same without a branch, which would stand between products under way.
-__device__ __forceinline__ void barrier_arrive_if(bool does,
-                                                  uint32_t barrier) {
+__device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
   asm volatile(
       "{ .reg .pred p;\n"
       "setp.ne.b32 p, %1, 0;\n"
@@ -86,29 +85,9 @@ __device__ __forceinline__ void announce(int number, int threads) {
 /// not `there`.
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from,
                                         bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
-                   to),
-               "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-/// What a copy tells L2 about its bytes.
-__device__ __forceinline__ uint64_t keep_in_l2() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void copy_16(uint32_t to, const void* from,
-                                        bool there, uint64_t policy) {
   asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, "
-      "%3;" ::"r"(to),
-      "l"(from), "r"(there ? 16 : 0), "l"(policy)
+      "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to),
+      "l"(from), "r"(there ? 16 : 0)
       : "memory");
 }
 
@@ -124,13 +103,6 @@ __device__ __forceinline__ void copies_wait() {
 /// Between ordinary writes of shared memory and wgmma that reads them.
 __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/// Brings `bytes`, a multiple of 16, into L2.
-__device__ __forceinline__ void prefetch_row(const void* p, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p),
-               "r"(bytes)
-               : "memory");
 }
 
 /// Four 8x8 tiles of bfloat16 from fragments to shared memory.

@@ -40,8 +40,8 @@ void output_delta(const OutputDeltaArgs& args, void* stream);
 /// moves.
 struct SinkGradientArgs {
   int64_t rows = 0, queries = 0, heads = 0;
-  const float* sink = nullptr;    // [heads]
-  TokenArray<const float*> lse;   // [rows, queries, heads]
+  const float* sink = nullptr;   // [heads]
+  TokenArray<const float*> lse;  // [rows, queries, heads]
   TokenArray<const float*> delta;
   float* dsink = nullptr;  // [heads], written
 };

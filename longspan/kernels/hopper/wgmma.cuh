@@ -50,14 +50,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-/// The same number, which the compiler must not take for one it knows: what is
-/// computed from it is computed in place, and does not fill registers that
-/// accumulators need.
-__device__ __forceinline__ uint32_t not_hoisted(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 /// Keeps the compiler from moving uses of registers over this point.
 template <class Register, int kCount>
 __device__ __forceinline__ void pin(Register (&x)[kCount]) {

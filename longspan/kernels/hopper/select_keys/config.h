@@ -24,21 +24,22 @@ struct SelectParams {
   int64_t indices_token;
   float* scores;  // of the chosen; null: not wanted
   int64_t scores_token;
-  float* scratch;         // [chunk, stride] scores
-  const float* given;     // scores of all queries; null: they are in scratch
-  int64_t stride;         // a multiple of 4
-  int first, chunk;       // queries [first, first + chunk)
+  float* scratch;      // [chunk, stride] scores
+  const float* given;  // scores of all queries; null: they are in scratch
+  int64_t stride;      // a multiple of 4
+  int first, chunk;    // queries [first, first + chunk)
 };
 
-/// Scores of a chunk stay in L2, which has 60 MB, until they were selected from.
+/// Scores of a chunk stay in L2, which has 60 MB, until they were selected
+/// from.
 constexpr int64_t kScratchBytes = 32 << 20;
 constexpr int kMostChunk = 4096;
 
-/// Tiles and shared memory of the score kernel: keys are rows, queries and their
-/// heads columns. Two warpgroups make products of 64 x 128 each, two at a time:
-/// the sums of one (64 registers) are folded over heads where they stand, with
-/// weights that stay in 32 registers, while the other is under way. A third
-/// warpgroup fetches.
+/// Tiles and shared memory of the score kernel: keys are rows, queries and
+/// their heads columns. Two warpgroups make products of 64 x 128 each, two at a
+/// time: the sums of one (64 registers) are folded over heads where they stand,
+/// with weights that stay in 32 registers, while the other is under way. A
+/// third warpgroup fetches.
 ///
 /// Per tile of 128 keys and 256 columns: 2 * 128 * 256 * kDim FLOP are 2048
 /// cycles at 128 channels. Shared memory is read for 1536 of them by the
@@ -63,15 +64,15 @@ struct ScorePlan {
   struct Small {
     uint64_t query_ready, query_free;
     uint64_t key_ready[kStages], key_free[kStages];
-    int first_tile[kMostGroups];      // of a group of queries
+    int first_tile[kMostGroups];        // of a group of queries
     int units_before[kMostGroups + 1];  // tiles of all groups before it
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448);
 };
 
-/// The selection, one row a block. kMost scores of a row are looked at in shared
-/// memory; few threads a block leave room for four blocks a processor.
+/// The selection, one row a block. kMost scores of a row are looked at in
+/// shared memory; few threads a block leave room for four blocks a processor.
 template <int kBlockThreads>
 struct TopPlan {
   static constexpr int kThreads = kBlockThreads;

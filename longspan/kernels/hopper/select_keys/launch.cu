@@ -30,8 +30,7 @@ cudaError_t launch_top_keys(const SelectParams& params, int processors,
              : launch_top_keys<256>(params, follows, stream);
 }
 
-using Launch = cudaError_t (*)(const SelectParams&, int, bool,
-                                cudaStream_t);
+using Launch = cudaError_t (*)(const SelectParams&, int, bool, cudaStream_t);
 
 Launch scores_for(int64_t heads, int dim) {
   if (dim != 64 && dim != 128) return nullptr;
@@ -49,7 +48,9 @@ Launch scores_for(int64_t heads, int dim) {
   }
 }
 
-int64_t stride_of(int64_t keys) { return (keys + 255) / 256 * 256; }
+int64_t stride_of(int64_t keys) {
+  return (keys + 255) / 256 * 256;
+}
 
 /// Queries whose scores fit the scratch, whole groups of them.
 int64_t chunk_of(const KeyScoreArgs& args) {
@@ -120,16 +121,15 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
     params.indices = args.indices.data + row * args.indices.row_stride;
     params.indices_token = args.indices.token_stride;
     if (args.scores.data != nullptr) {
-      params.scores = static_cast<float*>(args.scores.data) +
-                      row * args.scores.row_stride;
+      params.scores =
+          static_cast<float*>(args.scores.data) + row * args.scores.row_stride;
       params.scores_token = args.scores.token_stride;
     }
     params.scratch = static_cast<float*>(workspace);
     params.stride = stride_of(args.keys);
     for (int64_t first = 0; first < args.queries; first += chunk) {
       params.first = static_cast<int>(first);
-      params.chunk =
-          static_cast<int>(std::min(chunk, args.queries - first));
+      params.chunk = static_cast<int>(std::min(chunk, args.queries - first));
       if (args.keys > 0) {
         check_launch("select_keys", launch(params, processors, follows, on));
         follows = true;

@@ -180,9 +180,9 @@ struct Scorer {
       const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
       // What comes for queries past the end is not stored.
       const int query = min(from + column / kHeads, params.chunk - 1);
-      weight[i] = __ldg(params.weights +
-                        (params.first + query) * params.weights_token +
-                        column % kHeads * params.weights_head);
+      weight[i] =
+          __ldg(params.weights + (params.first + query) * params.weights_token +
+                column % kHeads * params.weights_head);
     }
   }
 
@@ -213,8 +213,8 @@ struct Scorer {
         const int at = q * (kHeads / 8) + j;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          term[i] = fmaf(positive_part(sum[4 * at + i]),
-                         weight[2 * at + i % 2], term[i]);
+          term[i] = fmaf(positive_part(sum[4 * at + i]), weight[2 * at + i % 2],
+                         term[i]);
         }
       }
       value[2 * q] = term[0] + term[1];

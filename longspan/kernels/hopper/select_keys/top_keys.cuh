@@ -149,9 +149,9 @@ struct TopKeys {
     const uint32_t left = shared.in_bin;
     rank = static_cast<int>(shared.rank);
     if (!exact) {
-      return {ordered(fmaf(static_cast<float>(bin), 1.f / ruler.parts,
-                           ruler.low)),
-              rank};
+      return {
+          ordered(fmaf(static_cast<float>(bin), 1.f / ruler.parts, ruler.low)),
+          rank};
     }
     if (left <= 32) {
       for (int i = thread; i < size; i += kThreads) {
@@ -235,27 +235,26 @@ struct TopKeys {
   /// A score such that somewhat more than `slots` of the row are probably as
   /// great, from a sample of it: four neighbours at a time.
   __device__ float guess(const float* row, Window window, int slots) {
-    constexpr int kGroups = Plan::kSample / 4;
+    const int size = window.size();
+    // About 128 of the sample are to be chosen, so that it says enough.
+    const int sampled = min(max(size / slots, 8), Plan::kSample / 128) * 32;
     const int first = (window.first + 3) / 4, groups = window.end / 4 - first;
     uint32_t low = ~0u, high = 0;
-#pragma unroll
-    for (int i = 0; i < kGroups; i += kThreads) {
-      const int64_t at = first + int64_t{i + thread} * groups / kGroups;
+    for (int i = thread; i < sampled; i += kThreads) {
+      const int64_t at = first + int64_t{i} * groups / sampled;
       const float4 x = __ldcg(reinterpret_cast<const float4*>(row) + at);
-      const uint4 key = make_uint4(ordered(x.x), ordered(x.y), ordered(x.z),
-                                   ordered(x.w));
-      reinterpret_cast<uint4*>(shared.key)[i + thread] = key;
+      const uint4 key =
+          make_uint4(ordered(x.x), ordered(x.y), ordered(x.z), ordered(x.w));
+      reinterpret_cast<uint4*>(shared.key)[i] = key;
       low = min(min(low, min(key.x, key.y)), min(key.z, key.w));
       high = max(max(high, max(key.x, key.y)), max(key.z, key.w));
     }
     spread(low, high);
-    const float expected = static_cast<float>(Plan::kSample) *
-                           static_cast<float>(slots) /
-                           static_cast<float>(window.size());
-    const int rank =
-        min(Plan::kSample,
-            static_cast<int>(expected + 4.f * sqrtf(expected) + 4.f));
-    const Bound bound = find(Plan::kSample, rank, low, high, false);
+    const float expected = 4.f * static_cast<float>(sampled) *
+                           static_cast<float>(slots) / static_cast<float>(size);
+    const int rank = min(
+        4 * sampled, static_cast<int>(expected + 4.f * sqrtf(expected) + 4.f));
+    const Bound bound = find(4 * sampled, rank, low, high, false);
     __syncthreads();  // the sample is not needed any more
     return score_of(bound.key);
   }
@@ -430,8 +429,7 @@ struct TopKeys {
       const auto far_key_at = [&](int i) {
         return ordered(__ldcg(row + window.first + i));
       };
-      const Bound bound =
-          find_by_digits<true>(size, slots, 0, ~0u, far_key_at);
+      const Bound bound = find_by_digits<true>(size, slots, 0, ~0u, far_key_at);
       emit(size, bound, indices, scores, far_key_at,
            [&](int i) { return window.first + i; });
     }

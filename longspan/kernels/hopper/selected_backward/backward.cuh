@@ -77,9 +77,10 @@ __device__ void make_scores(const BackwardParams& params,
     if (head >= params.heads) continue;
     lse[i] = params.lse[item.row * params.lse_row +
                         item.query * params.lse_token + head * params.lse_head];
-    delta[i] = params.delta[item.row * params.delta_row +
-                            item.query * params.delta_token +
-                            head * params.delta_head];
+    delta[i] =
+        params
+            .delta[item.row * params.delta_row +
+                   item.query * params.delta_token + head * params.delta_head];
     // Where it is infinite nothing moves.
     lse[i] = isinf(lse[i]) ? INFINITY : lse[i] * kLog2e;
   }
@@ -150,8 +151,8 @@ __device__ void make_scores(const BackwardParams& params,
     fence_for_wgmma();
     announce(kTileReady, 256);
     {
-      const uint64_t k = across_channels(kSharedBase + Plan::kKey,
-                                         Plan::kBlockBytes);
+      const uint64_t k =
+          across_channels(kSharedBase + Plan::kKey, Plan::kBlockBytes);
       pin(dq);
       wgmma_fence();
 #pragma unroll
@@ -175,26 +176,48 @@ __device__ void make_scores(const BackwardParams& params,
 
 // ---- The second ----------------------------------------------------------
 
-/// Adds 64 rows and columns to the keys a thread's two rows belong to. Lanes
-/// swap halves, so that four of them add 64 bytes of a row.
-__device__ __forceinline__ void add_rows(const float (&d)[32], float* row_0,
-                                         float* row_1, int lane) {
-  const bool odd = lane & 1;
+/// Adds a tile of 64 keys and 64 channels. Lanes swap values, first in pairs
+/// and then between halves of the warp, so that eight of them add 128 bytes of
+/// one key: lanes below 16 take channels [0, 16) of 32, the others [16, 32).
+/// `row` is where a lane's four channels of key r, r + 4, r + 8 and r + 12 of
+/// its warp start, null: no key there.
+__device__ __forceinline__ void add_rows(const float (&d)[32],
+                                         float* const (&row)[4], int offset,
+                                         int lane) {
+  const bool odd = lane & 1, upper = lane & 16;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* low = d + 4 * j + 2 * i;
-      const float* high = low + 4;
-      const float x = __shfl_xor_sync(~0u, odd ? low[0] : high[0], 1);
-      const float y = __shfl_xor_sync(~0u, odd ? low[1] : high[1], 1);
-      float* row = i == 0 ? row_0 : row_1;
-      if (row != nullptr) {
-        if (odd) {
-          add_to(row + 8 * j, x, y, high[0], high[1]);
-        } else {
-          add_to(row + 8 * j, low[0], low[1], x, y);
-        }
+    for (int line = 0; line < 2; ++line) {
+      float piece[2][4];
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const float* low = d + 16 * line + 8 * p + 2 * i;
+        const float* high = low + 4;
+        const float x = __shfl_xor_sync(~0u, odd ? low[0] : high[0], 1);
+        const float y = __shfl_xor_sync(~0u, odd ? low[1] : high[1], 1);
+        piece[p][0] = odd ? x : low[0];
+        piece[p][1] = odd ? y : low[1];
+        piece[p][2] = odd ? high[0] : x;
+        piece[p][3] = odd ? high[1] : y;
+      }
+      float other[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        other[k] = __shfl_xor_sync(~0u, upper ? piece[0][k] : piece[1][k], 16);
+      }
+      float near[4], far[4];  // of key r and of key r + 4
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        near[k] = upper ? other[k] : piece[0][k];
+        far[k] = upper ? piece[1][k] : other[k];
+      }
+      const int at = offset + 32 * line;
+      if (row[2 * i] != nullptr) {
+        add_to(row[2 * i] + at, near[0], near[1], near[2], near[3]);
+      }
+      if (row[2 * i + 1] != nullptr) {
+        add_to(row[2 * i + 1] + at, far[0], far[1], far[2], far[3]);
       }
     }
   }
@@ -212,7 +235,7 @@ __device__ void make_dkv(const BackwardParams& params,
 #pragma unroll
   for (int i = 0; i < 32; ++i) rest[i] = 0.f;
   // Where a lane's four columns start: see add_rows.
-  float* dkv = params.dkv + item.row * params.dkv_row +
+  float* dkv = params.dkv + item.row * params.dkv_row + (lane & 16) +
                (lane & 1 ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
   const auto chunk = [&](float(&d)[32], int c) {
     const uint64_t p = across_channels(kSharedBase + Plan::kWeights, 0);
@@ -238,10 +261,10 @@ __device__ void make_dkv(const BackwardParams& params,
   };
   for (int t = 0; t < tiles; ++t) {
     meet(kTileReady, 256);
-    float* row[2];
+    float* row[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int32_t key = small.key[t & 1][16 * warp + lane / 4 + 8 * i];
+    for (int i = 0; i < 4; ++i) {
+      const int32_t key = small.key[t & 1][16 * warp + lane / 4 % 4 + 4 * i];
       row[i] = key >= 0 ? dkv + key * params.dkv_token : nullptr;
     }
     {
@@ -282,14 +305,10 @@ __device__ void make_dkv(const BackwardParams& params,
       }
       if (c & 1) {
         pin(odd);
-        add_rows(odd, row[0], row[1], lane);
+        add_rows(odd, row, 64 * c, lane);
       } else {
         pin(even);
-        add_rows(even, row[0], row[1], lane);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row[i] != nullptr) row[i] += 64;
+        add_rows(even, row, 64 * c, lane);
       }
     }
   }
@@ -320,16 +339,16 @@ __global__ void __launch_bounds__(BackwardPlan<kHeadDim>::kThreads, 1)
   check_shared_base(base);
   const BackwardItem item(params);
   const int64_t heads = params.heads - item.head;
-  fetch_heads<Plan::kBlocks>(
-      base + Plan::kQuery,
-      params.q + item.row * params.q_row + item.query * params.q_token +
-          item.head * params.q_head,
-      params.q_head, heads);
-  fetch_heads<Plan::kValueBlocks>(
-      base + Plan::kDout,
-      params.dout + item.row * params.dout_row +
-          item.query * params.dout_token + item.head * params.dout_head,
-      params.dout_head, heads);
+  fetch_heads<Plan::kBlocks>(base + Plan::kQuery,
+                             params.q + item.row * params.q_row +
+                                 item.query * params.q_token +
+                                 item.head * params.q_head,
+                             params.q_head, heads);
+  fetch_heads<Plan::kValueBlocks>(base + Plan::kDout,
+                                  params.dout + item.row * params.dout_row +
+                                      item.query * params.dout_token +
+                                      item.head * params.dout_head,
+                                  params.dout_head, heads);
   copies_commit();
   if (threadIdx.x < 128) {
     TileList list(params.indices + item.row * params.indices_row +

@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(256)
       sum += __shfl_xor_sync(~0u, sum, step);
     }
     if (lane == 0) {
-      args.delta.data[row * args.delta.row_stride +
-                      query * args.delta.token_stride +
-                      head * args.delta.head_stride] = sum;
+      args.delta
+          .data[row * args.delta.row_stride + query * args.delta.token_stride +
+                head * args.delta.head_stride] = sum;
     }
   }
 }
@@ -61,9 +61,10 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll 4
     for (int64_t i = warp; i < all; i += 32) {
       const int64_t query = i % args.queries, row = i / args.queries;
-      const float lse = args.lse.data[row * args.lse.row_stride +
-                                      query * args.lse.token_stride +
-                                      head * args.lse.head_stride];
+      const float lse =
+          args.lse
+              .data[row * args.lse.row_stride + query * args.lse.token_stride +
+                    head * args.lse.head_stride];
       const float delta = args.delta.data[row * args.delta.row_stride +
                                           query * args.delta.token_stride +
                                           head * args.delta.head_stride];

@@ -11,7 +11,6 @@ namespace longspan::hopper {
 struct ForwardParams {
   int64_t rows, queries, heads, slots;
   int32_t keys;
-  bool far;     // the keys do not fit L2
   float scale;  // times log2(e): everything inside is in powers of two
   const __nv_bfloat16* q;
   int64_t q_row, q_token, q_head;
@@ -50,9 +49,8 @@ struct ForwardPlan {
   static constexpr uint32_t kQuery = 0;
   static constexpr uint32_t kKey0 = kTileBytes, kKey1 = 2 * kTileBytes;
   static constexpr uint32_t kWeights1 = 3 * kTileBytes;
-  static constexpr uint32_t kWeights0 = kHeadDim > kValueDim
-                                            ? kKey0 + 8 * kBlockBytes
-                                            : kWeights1 + kBlockBytes;
+  static constexpr uint32_t kWeights0 =
+      kHeadDim > kValueDim ? kKey0 + 8 * kBlockBytes : kWeights1 + kBlockBytes;
   static constexpr uint32_t kSmall =
       kWeights1 + (kHeadDim > kValueDim ? 1 : 2) * kBlockBytes;
   static constexpr int kMarkedTiles = 512;  // whose emptiness is remembered

@@ -10,11 +10,9 @@ std::optional<std::string> why_not_attend_selected(
     const SelectedAttentionArgs& args) {
   if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
   if (args.key_heads != 1) return "there is more than one key head";
-  if ((args.head_dim != 512 && args.head_dim != 576) ||
-      args.value_dim != 512) {
+  if ((args.head_dim != 512 && args.head_dim != 576) || args.value_dim != 512) {
     return "no kernel for " + std::to_string(args.head_dim) + " channels of " +
-           std::to_string(args.value_dim) +
-           " values (has 512 and 576 of 512)";
+           std::to_string(args.value_dim) + " values (has 512 and 576 of 512)";
   }
   const int64_t blocks = (args.heads + 63) / 64;
   if (!fits_32_bits(args.rows * args.queries * blocks) ||
@@ -27,8 +25,7 @@ std::optional<std::string> why_not_attend_selected(
   return why_not_here();
 }
 
-void selected_attention_forward(const SelectedForwardArgs& args,
-                                void* stream) {
+void selected_attention_forward(const SelectedForwardArgs& args, void* stream) {
   if (args.rows * args.queries * args.heads == 0) return;
   auto reason = why_not_attend_selected(args);
   if (!reason && !is_aligned(args.out)) {
@@ -41,7 +38,6 @@ void selected_attention_forward(const SelectedForwardArgs& args,
   params.heads = args.heads;
   params.slots = args.slots;
   params.keys = static_cast<int32_t>(args.keys);
-  params.far = args.rows * args.keys * args.head_dim * 2 > (40 << 20);
   params.scale = static_cast<float>(args.scale * 1.4426950408889634);
   params.q = static_cast<const __nv_bfloat16*>(args.q.data);
   params.q_row = args.q.row_stride;

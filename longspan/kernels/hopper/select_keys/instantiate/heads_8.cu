@@ -3,8 +3,8 @@
 namespace longspan::hopper {
 
 template cudaError_t launch_scores<8, 64>(const SelectParams&, int, bool,
-                                           cudaStream_t);
+                                          cudaStream_t);
 template cudaError_t launch_scores<8, 128>(const SelectParams&, int, bool,
-                                            cudaStream_t);
+                                           cudaStream_t);
 
 }  // namespace longspan::hopper
