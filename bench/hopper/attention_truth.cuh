@@ -9,11 +9,12 @@ struct AttentionShape {
   int64_t queries, keys, heads, slots;
   int head_dim;
   bool sink;
+  int value_dim = 512;
 
   std::string name() const {
-    return text("%lld of %lld, %lld heads, %lld slots, %d/512%s",
+    return text("%lld of %lld, %lld heads, %lld slots, %d/%d%s",
                 (long long)queries, (long long)keys, (long long)heads,
-                (long long)slots, head_dim, sink ? ", sink" : "");
+                (long long)slots, head_dim, value_dim, sink ? ", sink" : "");
   }
 };
 
@@ -30,8 +31,8 @@ __device__ inline double rounded(double x) {
 static __global__ void true_forward(const bf16* q, const bf16* kv,
                                     const int32_t* list, const float* sink,
                                     int64_t keys, int64_t slots, int head_dim,
-                                    double scale, bool plain, double* weights,
-                                    double* out, double* lse) {
+                                    int value_dim, double scale, bool plain,
+                                    double* weights, double* out, double* lse) {
   __shared__ double partial[256];
   const int head = blockIdx.x, thread = threadIdx.x;
   double* w = weights + head * slots;
@@ -69,7 +70,7 @@ static __global__ void true_forward(const bf16* q, const bf16* kv,
   const double total =
       sum + (sink != nullptr ? exp(static_cast<double>(sink[head]) - high) : 0);
   if (thread == 0) lse[head] = sum == 0 ? -INFINITY : high + log(sum);
-  for (int d = thread; d < 512; d += 256) {
+  for (int d = thread; d < value_dim; d += 256) {
     double value = 0;
     for (int64_t j = 0; j < slots; ++j) {
       if (w[j] == 0) continue;
@@ -77,7 +78,7 @@ static __global__ void true_forward(const bf16* q, const bf16* kv,
                           kv[static_cast<int64_t>(list[j]) * head_dim + d]));
     }
     value = sum == 0 ? 0 : value / total;
-    out[head * 512 + d] = plain ? rounded(value) : value;
+    out[head * value_dim + d] = plain ? rounded(value) : value;
   }
 }
 
@@ -137,7 +138,7 @@ struct AttentionData {
     args.heads = shape.heads;
     args.slots = shape.slots;
     args.head_dim = shape.head_dim;
-    args.value_dim = 512;
+    args.value_dim = shape.value_dim;
     args.scale = scale;
     args.q =
         array<const void*>(q.data, shape.queries, shape.heads, shape.head_dim);
@@ -151,19 +152,20 @@ struct AttentionData {
     SelectedForwardArgs args;
     fill(args);
     args.sink = shape.sink ? sink.data : nullptr;
-    args.out = array<void*>(out.data, shape.queries, shape.heads, 512);
+    args.out =
+        array<void*>(out.data, shape.queries, shape.heads, shape.value_dim);
     args.lse = array<void*>(lse.data, shape.queries, shape.heads, 1);
     return args;
   }
 
   ForwardTruth forward_truth(int64_t query, bool plain) const {
     Device<double> weights(shape.heads * shape.slots);
-    Device<double> out(shape.heads * 512), lse(shape.heads);
+    Device<double> out(shape.heads * shape.value_dim), lse(shape.heads);
     true_forward<<<static_cast<unsigned>(shape.heads), 256>>>(
         q.data + query * shape.heads * shape.head_dim, kv.data,
         list.data + query * shape.slots, shape.sink ? sink.data : nullptr,
-        shape.keys, shape.slots, shape.head_dim, scale, plain, weights.data,
-        out.data, lse.data);
+        shape.keys, shape.slots, shape.head_dim, shape.value_dim, scale, plain,
+        weights.data, out.data, lse.data);
     ok(cudaDeviceSynchronize(), "truth");
     return {out.host(), lse.host()};
   }

@@ -194,6 +194,7 @@ void time_selection(bool all);
 void profile_selection();
 void check_forward();
 void check_few_forward();
+void check_generic();
 void time_forward(bool all);
 void check_backward();
 void check_few_backward();

@@ -1,5 +1,6 @@
 #include "bench/hopper/attention_truth.cuh"
 #include "bench/hopper/common.cuh"
+#include "longspan/kernels/ampere/selected_attention.h"
 #include "longspan/kernels/hopper/selected_attention.h"
 
 namespace longspan::bench {
@@ -11,12 +12,12 @@ void compare(const AttentionData& data, const Device<bf16>& out,
              const std::string& name) {
   double error = 0, plain = 0, lse_error = 0;
   int64_t misplaced = 0;
-  const int64_t H = data.shape.heads;
+  const int64_t H = data.shape.heads, V = data.shape.value_dim;
   std::vector<double> got, want, bf16_want, got_lse, want_lse;
   for (const int64_t t : queries) {
     const ForwardTruth exact = data.forward_truth(t, false);
     const ForwardTruth rounded = data.forward_truth(t, true);
-    const auto o = widened(out.host(t * H * 512, H * 512));
+    const auto o = widened(out.host(t * H * V, H * V));
     const auto l = lse.host(t * H, H);
     got.insert(got.end(), o.begin(), o.end());
     want.insert(want.end(), exact.out.begin(), exact.out.end());
@@ -38,13 +39,16 @@ void compare(const AttentionData& data, const Device<bf16>& out,
                      error, plain, lse_error, (long long)misplaced));
 }
 
-void check_case(const AttentionShape& shape) {
+using Kernel = void (*)(const SelectedForwardArgs&, void*);
+
+void check_case(const AttentionShape& shape,
+                Kernel forward = hopper::selected_attention_forward) {
   AttentionData data(shape);
   data.wild_lists();
-  Device<bf16> out(shape.queries * shape.heads * 512);
+  Device<bf16> out(shape.queries * shape.heads * shape.value_dim);
   Device<float> lse(shape.queries * shape.heads);
   const SelectedForwardArgs args = data.forward_args(out, lse);
-  hopper::selected_attention_forward(args, nullptr);
+  forward(args, nullptr);
   ok(cudaDeviceSynchronize(), "forward");
   std::vector<int64_t> queries(shape.queries);
   for (int64_t t = 0; t < shape.queries; ++t) queries[t] = t;
@@ -56,7 +60,7 @@ void check_case(const AttentionShape& shape) {
   for (int i = 0; i < 20; ++i) {
     out.poison();
     lse.poison();
-    hopper::selected_attention_forward(args, nullptr);
+    forward(args, nullptr);
     same = same && same_bits(first, out.host()) &&
            same_bits(first_lse, lse.host());
   }
@@ -69,8 +73,8 @@ void check_case(const AttentionShape& shape) {
   part.indices.data = data.list.data + half * shape.slots;
   out.poison();
   lse.poison();
-  hopper::selected_attention_forward(part, nullptr);
-  const auto some = out.host(0, rest * shape.heads * 512);
+  forward(part, nullptr);
+  const auto some = out.host(0, rest * shape.heads * shape.value_dim);
   const auto some_lse = lse.host(0, rest * shape.heads);
   same = std::equal(
       reinterpret_cast<const char*>(some.data()),
@@ -98,6 +102,20 @@ void check_forward() {
   check_case({3, 40000, 64, 36000, 576, false});
 }
 
+void check_generic() {
+  const auto check = [](const AttentionShape& shape) {
+    check_case(shape, ampere::selected_attention_forward);
+  };
+  check({1, 1, 1, 1, 8, false, 8});
+  check({9, 300, 64, 128, 576, false});
+  check({150, 500, 64, 200, 512, true});
+  check({20, 200, 8, 640, 512, true});
+  check({20, 200, 80, 33, 576, false});
+  check({33, 200, 5, 100, 72, true, 40});
+  check({33, 200, 17, 100, 192, false, 128});
+  check({33, 200, 20, 70, 256, true, 256});
+}
+
 void check_few_forward() {
   check_case({9, 70, 64, 65, 576, true});
   check_case({12, 200, 80, 133, 512, true});
@@ -121,15 +139,22 @@ void time_forward(bool all) {
   for (const Line& line : lines) {
     const AttentionShape& shape = line.shape;
     AttentionData data(shape);
-    Device<bf16> out(shape.queries * shape.heads * 512);
+    Device<bf16> out(shape.queries * shape.heads * shape.value_dim);
     Device<float> lse(shape.queries * shape.heads);
     const SelectedForwardArgs args = data.forward_args(out, lse);
     const double ms =
         time_ms([&] { hopper::selected_attention_forward(args, nullptr); }, 5);
     const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
-                        (shape.head_dim + 512);
+                        (shape.head_dim + shape.value_dim);
     std::printf("forward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f, goal %.0f)\n",
                 shape.name().c_str(), ms, flop / ms / 1e9, line.bar, line.goal);
+    if (!all) {
+      const double generic = time_ms(
+          [&] { ampere::selected_attention_forward(args, nullptr); }, 3);
+      std::printf("  the generic kernel: %8.3f ms, %6.1f TFLOP/s\n", generic,
+                  flop / generic / 1e9);
+      hopper::selected_attention_forward(args, nullptr);
+    }
     const int64_t T = shape.queries;
     compare(data, out, lse, {0, 1, 63, 64, 1000, T / 2, T - 2, T - 1},
             "forward " + shape.name());

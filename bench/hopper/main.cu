@@ -21,6 +21,7 @@ int main(int count, char** words) {
       }
       if (what == "check-select") check_selection();
       if (what == "check-forward") check_forward();
+      if (what == "check-generic") check_generic();
       if (what == "check-backward") check_backward();
       if (what == "time-select") time_selection(all);
       if (what == "profile-select") profile_selection();

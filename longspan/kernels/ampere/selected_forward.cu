@@ -1,0 +1,68 @@
+#include "longspan/kernels/ampere/selected_forward.cuh"
+
+#include <stdexcept>
+
+#include "longspan/kernels/ampere/selected_attention.h"
+#include "longspan/kernels/hopper/checks.h"
+
+namespace longspan::ampere {
+
+namespace {
+
+template <class Element>
+cudaError_t launch(const SelectedForwardArgs& args, cudaStream_t stream) {
+  using Plan = ForwardPlan;
+  const size_t bytes = Plan::shared_bytes(args.head_dim);
+  const cudaError_t error = cudaFuncSetAttribute(
+      forward_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
+  const int64_t group_heads = args.heads / args.key_heads;
+  const int64_t blocks = args.rows * args.queries * args.key_heads *
+                         ((group_heads + Plan::kHeads - 1) / Plan::kHeads);
+  forward_kernel<Element>
+      <<<static_cast<unsigned>(blocks), Plan::kThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+std::optional<std::string> why_not_attend_selected(
+    const SelectedAttentionArgs& args) {
+  if (args.type != ElementType::bfloat16 && args.type != ElementType::float16) {
+    return "elements are neither bfloat16 nor float16";
+  }
+  if (args.head_dim % 8 != 0 || args.value_dim % 8 != 0 ||
+      args.head_dim > ForwardPlan::kMostChannels ||
+      args.value_dim > args.head_dim) {
+    return "no kernel for " + std::to_string(args.head_dim) + " channels of " +
+           std::to_string(args.value_dim) +
+           " values (has multiples of 8 up to 576)";
+  }
+  if (!hopper::fits_32_bits(args.rows * args.queries * args.heads) ||
+      !hopper::fits_32_bits(args.keys)) {
+    return "more than 2^30 queries, heads or keys";
+  }
+  if (!hopper::is_aligned(args.q) || !hopper::is_aligned(args.kv)) {
+    return "q or kv is not aligned to 16 bytes";
+  }
+  const int generation = device_generation();
+  if (generation < 80) {
+    return "the device is of generation " + std::to_string(generation) +
+           ", below 80";
+  }
+  return std::nullopt;
+}
+
+void selected_attention_forward(const SelectedForwardArgs& args, void* stream) {
+  if (args.rows * args.queries * args.heads == 0) return;
+  if (const auto reason = why_not_attend_selected(args)) {
+    throw std::invalid_argument("attend_selected: " + *reason);
+  }
+  auto* on = static_cast<cudaStream_t>(stream);
+  hopper::check_launch("attend_selected", args.type == ElementType::bfloat16
+                                              ? launch<__nv_bfloat16>(args, on)
+                                              : launch<__half>(args, on));
+}
+
+}  // namespace longspan::ampere
