@@ -115,35 +115,42 @@ struct Step {
        "logs");
   }
 
-  void run() {
+  /// In `rows` rows that share their keys; queries are a multiple of it.
+  void run(int64_t rows = 1) {
     const AttentionShape& shape = data.shape;
+    const int64_t queries = shape.queries / rows;
     hopper::OutputDeltaArgs of;
-    of.rows = 1;
-    of.queries = shape.queries;
+    of.rows = rows;
+    of.queries = queries;
     of.heads = shape.heads;
     of.value_dim = 512;
-    of.out = array<const void*>(out.data, shape.queries, shape.heads, 512);
-    of.dout = array<const void*>(dout.data, shape.queries, shape.heads, 512);
-    of.delta = array<float*>(delta.data, shape.queries, shape.heads, 1);
+    of.out = array<const void*>(out.data, queries, shape.heads, 512);
+    of.dout = array<const void*>(dout.data, queries, shape.heads, 512);
+    of.delta = array<float*>(delta.data, queries, shape.heads, 1);
     hopper::output_delta(of, nullptr);
     ok(cudaMemsetAsync(dkv.data, 0, dkv.size * 4, nullptr), "zero");
     SelectedBackwardArgs args;
     data.fill(args);
-    args.dout = array<const void*>(dout.data, shape.queries, shape.heads, 512);
-    args.lse = array<const void*>(lse.data, shape.queries, shape.heads, 1);
-    args.delta = array<const void*>(delta.data, shape.queries, shape.heads, 1);
-    args.dq = array<void*>(dq.data, shape.queries, shape.heads, shape.head_dim);
+    args.rows = rows;
+    args.queries = queries;
+    args.q.row_stride = queries * shape.heads * shape.head_dim;
+    args.kv.row_stride = 0;
+    args.indices.row_stride = queries * shape.slots;
+    args.dout = array<const void*>(dout.data, queries, shape.heads, 512);
+    args.lse = array<const void*>(lse.data, queries, shape.heads, 1);
+    args.delta = array<const void*>(delta.data, queries, shape.heads, 1);
+    args.dq = array<void*>(dq.data, queries, shape.heads, shape.head_dim);
     args.dkv = array<void*>(dkv.data, shape.keys, 1, shape.head_dim);
+    args.dkv.row_stride = 0;
     hopper::selected_attention_backward(args, nullptr);
     if (shape.sink) {
       hopper::SinkGradientArgs sink;
-      sink.rows = 1;
-      sink.queries = shape.queries;
+      sink.rows = rows;
+      sink.queries = queries;
       sink.heads = shape.heads;
       sink.sink = data.sink.data;
-      sink.lse = array<const float*>(lse.data, shape.queries, shape.heads, 1);
-      sink.delta =
-          array<const float*>(delta.data, shape.queries, shape.heads, 1);
+      sink.lse = array<const float*>(lse.data, queries, shape.heads, 1);
+      sink.delta = array<const float*>(delta.data, queries, shape.heads, 1);
       sink.dsink = dsink.data;
       hopper::sink_gradient(sink, nullptr);
     }
@@ -198,6 +205,14 @@ void check_case(const AttentionShape& shape) {
   report(dq_error <= 2 * dq_plain && dkv_error <= 2 * dkv_plain,
          name + text(": dq %.2e (plain %.2e), dkv %.2e (plain %.2e)", dq_error,
                      dq_plain, dkv_error, dkv_plain));
+  if (T % 2 == 0) {
+    const auto dq_of_one = step.dq.host();
+    step.dq.poison();
+    step.run(2);
+    report(same_bits(dq_of_one, step.dq.host()) &&
+               distance(step.dkv.host(), want_dkv) <= 2 * dkv_plain,
+           name + ": the same as two rows");
+  }
   // delta and dsink on the host.
   const auto o = step.out.host(), d = step.dout.host();
   const auto logs = step.lse.host();

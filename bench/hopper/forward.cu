@@ -83,6 +83,29 @@ void check_case(const AttentionShape& shape,
   same = same && std::equal(some_lse.begin(), some_lse.end(),
                             first_lse.end() - some_lse.size());
   report(same, name + ": the same for some of the queries");
+  // Two rows that share their keys.
+  if (half == 0) return;
+  SelectedForwardArgs rows = args;
+  rows.rows = 2;
+  rows.queries = half;
+  rows.q.row_stride = half * shape.heads * shape.head_dim;
+  rows.kv.row_stride = 0;
+  rows.indices.row_stride = half * shape.slots;
+  rows.out.row_stride = half * shape.heads * shape.value_dim;
+  rows.lse.row_stride = half * shape.heads;
+  out.poison();
+  lse.poison();
+  forward(rows, nullptr);
+  const int64_t both = 2 * half * shape.heads;
+  const auto out_of_both = out.host(0, both * shape.value_dim);
+  const auto lse_of_both = lse.host(0, both);
+  same = std::equal(
+      reinterpret_cast<const char*>(out_of_both.data()),
+      reinterpret_cast<const char*>(out_of_both.data() + out_of_both.size()),
+      reinterpret_cast<const char*>(first.data()));
+  same = same &&
+         std::equal(lse_of_both.begin(), lse_of_both.end(), first_lse.begin());
+  report(same, name + ": the same as two rows");
 }
 
 }  // namespace

@@ -155,6 +155,23 @@ void check_case(const Case& shape, int64_t slots) {
   }
   report(same, name + ": twenty times the same");
 
+  // Two rows that share their keys.
+  if (T > 1) {
+    SelectKeysArgs rows =
+        data.args(slots, starts.data, ends.data, indices.data, nullptr);
+    rows.rows = 2;
+    rows.queries = T / 2;
+    rows.q.row_stride = T / 2 * shape.heads * shape.dim;
+    rows.weights.row_stride = T / 2 * shape.heads;
+    rows.start.row_stride = rows.end.row_stride = T / 2;
+    rows.indices.row_stride = T / 2 * slots;
+    indices.poison();
+    run(rows);
+    const auto both = indices.host(0, T / 2 * 2 * slots);
+    report(std::equal(both.begin(), both.end(), got.begin()),
+           name + ": the same as two rows");
+  }
+
   // A score does not depend on where its query and key lie.
   if (T > 3 && S > 5) {
     Case part = shape;
