@@ -39,7 +39,7 @@ from longspan.attention import (
     plan,
     which_kernel,
 )
-from longspan.batch import LocalBatch, pack, pad, shard, shard_chunks, unshard
+from longspan.batch import pack, pad, shard, shard_chunks, unshard
 from longspan.clipping import clip_grad_norm
 from longspan.collectives import (
     all_gather_tokens,
@@ -55,6 +55,7 @@ from longspan.drawing import draw, draw_plan
 from longspan.explaining import explain
 from longspan.gradients import sum_gradients
 from longspan.group import Group, agree, run_ranks
+from longspan.local_batch import LocalBatch
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
 from longspan.operators import (

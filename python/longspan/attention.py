@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from longspan import _C
-from longspan.batch import LocalBatch
 from longspan.group import Group
+from longspan.local_batch import LocalBatch
 
 # Made here, not where it is used: torch.compile cannot look into its constructor.
 _ALONE = Group()

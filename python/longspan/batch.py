@@ -11,9 +11,8 @@ from longspan import _C
 from longspan.agreement import Agreement
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
+from longspan.local_batch import LocalBatch
 
-#: Where `shard` puts how a model's layers attend to this batch.
-KEYWORD = "longspan"
 _SENTINEL = -1000
 #: Of the whole stream, for attention functions; a share has others.
 _FOR_FLASH = ("max_length_q", "max_length_k")
@@ -44,56 +43,6 @@ class RankAndSize(Protocol):
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
-
-
-class LocalBatch(dict[str, Any]):
-    """One rank's share of a batch: a dictionary for ``model(**local)`` that also
-    carries its `layout`, and the `group` it was cut for where there is one, so that
-    ``unshard(tensor, local)`` needs nothing else. With `as_row` a stream [T, ...] lies
-    in the tensors as one row [1, T, ...], as models want it."""
-
-    layout: _C.Layout
-    group: Group | None
-    as_row: bool
-
-    def __init__(
-        self,
-        entries: Mapping[str, Any],
-        layout: _C.Layout | None = None,
-        group: Group | None = None,
-        as_row: bool = False,
-    ) -> None:
-        super().__init__(entries)
-        if layout is None:
-            # Trainers rebuild the mappings they move to a device, as type(batch)(entries).
-            attention = self.get(KEYWORD)
-            if attention is None:
-                raise TypeError(
-                    "LocalBatch: entries alone do not say how they were cut; shard makes them "
-                    "with a model, or give the layout"
-                )
-            layout, group = attention.layout, attention.group
-            as_row = attention.layout.form == "stream"
-        assert layout is not None
-        self.layout = layout
-        self.group = group
-        self.as_row = as_row
-
-    def __repr__(self) -> str:
-        return f"LocalBatch({super().__repr__()}, {self.layout})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Groups do not leave their process, nor does what attends over them.
-        entries = {key: value for key, value in self.items() if key != KEYWORD}
-        return LocalBatch, (entries, self.layout, None, self.as_row)
-
-    def copy(self) -> LocalBatch:
-        return self | {}
-
-    __copy__ = copy
-
-    def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
-        return LocalBatch(dict(self) | dict(other), self.layout, self.group, self.as_row)
 
 
 def pack(

@@ -11,8 +11,9 @@ import torch
 from longspan import _C, transformers_models
 from longspan.agreement import Agreement
 from longspan.attention import plan, which_kernel
-from longspan.batch import LocalBatch, read
+from longspan.batch import read
 from longspan.group import Group
+from longspan.local_batch import LocalBatch
 from longspan.model_batch import check_group, shard_for_layers
 from longspan.models import AttentionLayer, Parallelized, find_state
 

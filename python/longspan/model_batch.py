@@ -9,8 +9,9 @@ import torch
 
 from longspan import _C, transformers_models
 from longspan.agreement import Agreement
-from longspan.batch import KEYWORD, LocalBatch, share
+from longspan.batch import share
 from longspan.group import Group
+from longspan.local_batch import KEYWORD, LocalBatch
 from longspan.models import LocalAttention, Parallelized, state_of
 
 _IGNORED = -100

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from longspan import _C
 from longspan.agreement import Agreement
-from longspan.batch import KEYWORD, LocalBatch, read, shard, shifted, unshard
+from longspan.batch import read, shard, shifted, unshard
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
+from longspan.local_batch import KEYWORD, LocalBatch
 from longspan.model_batch import shard_for_layers
 from longspan.models import Parallelized, find_state
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan.batch import KEYWORD
+from longspan.local_batch import KEYWORD
 from longspan.models import AttentionLayer, LocalAttention, Parallelized
 
 if TYPE_CHECKING:
