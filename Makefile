@@ -14,12 +14,12 @@ PYTHON = "$$(tail -n 1 build/.python)"
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
-.PHONY: demo test build setup lint format bench bench-cuda pictures wheel sanitize race mutate core clean help
+.PHONY: demo test build setup lint format bench bench-cuda bench-gpu pictures wheel sanitize race mutate core clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
-	@echo "make lint, format, bench, bench-cuda, pictures, wheel, sanitize, race, mutate, core, clean"
+	@echo "make lint, format, bench, bench-cuda, bench-gpu, pictures, wheel, sanitize, race, mutate, core, clean"
 
 setup:
 	@mkdir -p build
@@ -82,6 +82,11 @@ bench: build
 # One rank's share of a ring on a GPU.
 bench-cuda: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/ring_share.py $(BUILD)
+
+bench-gpu:
+	@bench/hopper/build build/hopper
+	@build/hopper/hopper_harness check-select check-forward check-generic check-backward \
+	  time-select-all time-forward-all time-backward-all
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan
