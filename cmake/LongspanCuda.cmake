@@ -14,15 +14,20 @@ endif()
 
 # longspan_cuda_sources(target file ...): .cu files as objects of a target, for
 # Hopper and, as code that the driver compiles, for other cards since Ampere.
+# Those below hopper/ use instructions that only Hopper has.
 function(longspan_cuda_sources target)
   foreach(source IN LISTS ARGN)
+    set(others -gencode=arch=compute_80,code=compute_80)
+    if(source MATCHES "/hopper/")
+      set(others "")
+    endif()
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${source}.o)
     get_filename_component(folder ${object} DIRECTORY)
     file(MAKE_DIRECTORY ${folder})
     add_custom_command(OUTPUT ${object}
       COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -lineinfo
         -gencode=arch=compute_90a,code=sm_90a
-        -gencode=arch=compute_80,code=compute_80 -ccbin ${CMAKE_CXX_COMPILER}
+        ${others} -ccbin ${CMAKE_CXX_COMPILER}
         -Xcompiler=-fPIC -I${PROJECT_SOURCE_DIR} -MD -MF ${object}.d
         -c ${CMAKE_CURRENT_SOURCE_DIR}/${source} -o ${object}
       DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${source} DEPFILE ${object}.d

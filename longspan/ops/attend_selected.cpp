@@ -13,6 +13,7 @@
 #include "longspan/ops/checks.h"
 #include "longspan/ops/selected_composite.h"
 #include "longspan/ops/selected_cpu.h"
+#include "longspan/ops/selected_cuda.h"
 #include "longspan/ops/selected_inputs.h"
 
 namespace longspan {
@@ -28,13 +29,19 @@ at::Tensor with_sink(const at::Tensor& lse, const at::Tensor& sink) {
   return sink.defined() ? at::logaddexp(lse, sink) : lse;
 }
 
+at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout) {
+  if (out.is_cuda()) return output_delta_cuda(out, dout);
+  const auto sums = accumulation_type(out.scalar_type());
+  return (out.to(sums) * dout.to(sums)).sum(-1);
+}
+
 Tensors2 forward(const at::Tensor& q, const at::Tensor& kv,
                  const at::Tensor& indices, const OptionalTensor& sink,
                  double scale, int64_t value_dim) {
   check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
   const auto in = SelectedInputs::of(q, kv, indices, sink, scale, value_dim);
   const PartialAttention answer =
-      q.is_cpu() ? attend_selected_cpu(in) : attend_selected_composite(in);
+      q.is_cpu() ? attend_selected_cpu(in) : attend_selected_cuda(in);
   const auto like_q = [&](const at::Tensor& t) {
     return q.dim() == 4 ? t : t.squeeze(0);
   };
@@ -55,12 +62,11 @@ Tensors3 backward(const at::Tensor& dout, const at::Tensor& q,
   SelectedResult result;
   result.dout = with_row(dout).contiguous();
   result.lse = with_sink(with_row(lse), in.sink).contiguous();
-  result.delta = (with_row(out).to(sums) * result.dout.to(sums))
-                     .sum(-1)
+  result.delta = output_delta(with_row(out), result.dout)
                      .masked_fill_(at::isneginf(with_row(lse)), 0);
   const SelectedSums gradients =
       q.is_cpu() ? attend_selected_backward_cpu(in, result)
-                 : attend_selected_backward_composite(in, result);
+                 : attend_selected_backward_cuda(in, result);
   at::Tensor dsink = at::empty({0}, q.options().dtype(sums));
   if (sink) {
     const at::Tensor share = (in.sink - result.lse).exp();

@@ -36,8 +36,9 @@ struct SelectedGradients {
   at::Tensor dsink;  ///< [H], accumulation type; empty without a sink
 };
 
-/// The derivatives. `exact_dkv` leaves dkv in the accumulation type, for those
-/// who still have to add it up over ranks.
+/// The derivatives. On CUDA dkv may differ in the last bits from run to run,
+/// unless torch is told to be deterministic. `exact_dkv` leaves dkv in the
+/// accumulation type, for those who still have to add it up over ranks.
 SelectedGradients attend_selected_backward(
     const at::Tensor& dout, const at::Tensor& q, const at::Tensor& kv,
     const at::Tensor& indices, const at::Tensor& out, const at::Tensor& lse,

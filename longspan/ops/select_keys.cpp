@@ -13,6 +13,7 @@
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/selected_inputs.h"
 #include "longspan/ops/selection_cpu.h"
+#include "longspan/ops/selection_cuda.h"
 #include "longspan/ops/selection_inputs.h"
 
 namespace longspan {
@@ -59,15 +60,11 @@ Tensors2 select(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor from = as_window(with_row(start), in.k.size(1));
   const at::Tensor to = as_window(with_row(end), in.k.size(1));
   at::Tensor indices, scores;
-  if (q.is_cpu()) {
-    indices = at::empty({in.q.size(0), in.q.size(1), slots},
-                        q.options().dtype(at::kInt));
-    if (with_scores) scores = at::empty(indices.sizes(), sums_like(q));
-    select_keys_cpu(in, from, to, indices, scores);
-  } else {
-    indices = select_keys_composite(in, slots, from, to);
-    if (with_scores) scores = score_selected_composite(in, indices);
-  }
+  indices = at::empty({in.q.size(0), in.q.size(1), slots},
+                      q.options().dtype(at::kInt));
+  if (with_scores) scores = at::empty(indices.sizes(), sums_like(q));
+  (q.is_cpu() ? select_keys_cpu : select_keys_cuda)(in, from, to, indices,
+                                                    scores);
   if (!with_scores) {
     scores = at::empty({in.q.size(0), in.q.size(1), 0}, sums_like(q));
   }
@@ -156,6 +153,7 @@ at::Tensor top(const at::Tensor& scores, int64_t slots,
   const int64_t most =
       std::max<int64_t>(1, kScores / std::max<int64_t>(keys, 1));
   at::Tensor indices = checked.view({rows.size(0), slots});
+  if (top_keys_on_device(rows, from, to, indices)) return checked;
   for (int64_t first = 0; first < rows.size(0); first += most) {
     const int64_t n = std::min(most, rows.size(0) - first);
     indices.narrow(0, first, n)

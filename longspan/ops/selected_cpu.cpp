@@ -11,26 +11,6 @@ namespace longspan {
 
 namespace {
 
-void fill(SelectedAttentionArgs& args, const SelectedInputs& in) {
-  const auto type = element_type(in.q.scalar_type());
-  promise(type.has_value(), "attend_selected: ", in.q.scalar_type(),
-          " came this far");
-  args.type = *type;
-  args.rows = in.q.size(0);
-  args.queries = in.q.size(1);
-  args.keys = in.kv.size(1);
-  args.heads = in.q.size(2);
-  args.key_heads = in.key_heads();
-  args.slots = in.slots();
-  args.head_dim = static_cast<int>(in.q.size(3));
-  args.value_dim = static_cast<int>(in.value_dim);
-  args.scale = in.scale;
-  args.q = array_of<const void*>(in.q);
-  args.kv = array_of<const void*>(in.kv);
-  args.indices = {in.indices.const_data_ptr<int32_t>(), in.indices.stride(0),
-                  in.indices.stride(1), in.indices.stride(2)};
-}
-
 int64_t multiplications(const SelectedInputs& in) {
   return in.q.size(0) * in.q.size(1) * in.q.size(2) * in.slots() *
          (in.q.size(3) + in.value_dim);
@@ -48,7 +28,7 @@ PartialAttention attend_selected_cpu(const SelectedInputs& in) {
   PartialAttention answer{at::empty(sizes, in.q.options()),
                           at::empty(in.q.sizes().slice(0, 3), sums_like(in.q))};
   SelectedForwardArgs args;
-  fill(args, in);
+  in.fill(args);
   args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
   args.out = array_of<void*>(answer.out);
   args.lse = array_of<void*>(answer.lse);
@@ -62,7 +42,7 @@ SelectedSums attend_selected_backward_cpu(const SelectedInputs& in,
   SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
                     at::zeros(in.kv.sizes(), sums_like(in.q))};
   SelectedBackwardArgs args;
-  fill(args, in);
+  in.fill(args);
   args.dout = array_of<const void*>(result.dout);
   args.lse = array_of<const void*>(result.lse);
   args.delta = array_of<const void*>(result.delta);
@@ -77,7 +57,7 @@ at::Tensor selected_weights_cpu(const SelectedInputs& in,
                                 const at::Tensor& lse) {
   at::Tensor weights = at::empty(in.indices.sizes(), sums_like(in.q));
   SelectedWeightsArgs args;
-  fill(args, in);
+  in.fill(args);
   args.lse = array_of<const void*>(lse);
   args.weights = array_of<void*>(weights);
   if (weights.numel() > 0)

@@ -109,4 +109,24 @@ SelectedInputs SelectedInputs::of(const at::Tensor& q, const at::Tensor& kv,
   return in;
 }
 
+void SelectedInputs::fill(SelectedAttentionArgs& args) const {
+  const auto type = element_type(q.scalar_type());
+  promise(type.has_value(), "attend_selected: ", q.scalar_type(),
+          " came this far");
+  args.type = *type;
+  args.rows = q.size(0);
+  args.queries = q.size(1);
+  args.keys = kv.size(1);
+  args.heads = q.size(2);
+  args.key_heads = key_heads();
+  args.slots = slots();
+  args.head_dim = static_cast<int>(q.size(3));
+  args.value_dim = static_cast<int>(value_dim);
+  args.scale = scale;
+  args.q = array_of<const void*>(q);
+  args.kv = array_of<const void*>(kv);
+  args.indices = {indices.const_data_ptr<int32_t>(), indices.stride(0),
+                  indices.stride(1), indices.stride(2)};
+}
+
 }  // namespace longspan

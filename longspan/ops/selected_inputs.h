@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "longspan/kernels/selected_attention.h"
 #include "longspan/ops/attend_selected.h"
 
 namespace longspan {
@@ -22,6 +23,9 @@ struct SelectedInputs {
                            const at::Tensor& indices,
                            const std::optional<at::Tensor>& sink, double scale,
                            int64_t value_dim);
+
+  /// The same as kernels take it.
+  void fill(SelectedAttentionArgs& args) const;
 
   int64_t key_heads() const { return kv.size(2); }
   int64_t slots() const { return indices.size(3); }

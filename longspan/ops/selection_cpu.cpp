@@ -12,34 +12,6 @@ namespace longspan {
 
 namespace {
 
-/// [rows, tokens, slots] or [rows, tokens]: no heads.
-template <class Pointer>
-TokenArray<Pointer> without_heads(const at::Tensor& t) {
-  if constexpr (std::is_const_v<std::remove_pointer_t<Pointer>>) {
-    return {static_cast<Pointer>(t.const_data_ptr()), t.stride(0), t.stride(1),
-            0};
-  } else {
-    return {static_cast<Pointer>(t.mutable_data_ptr()), t.stride(0),
-            t.stride(1), 0};
-  }
-}
-
-void fill(KeyScoreArgs& args, const IndexerInputs& in, int64_t slots) {
-  const auto type = element_type(in.q.scalar_type());
-  promise(type.has_value(), "select_keys: ", in.q.scalar_type(),
-          " came this far");
-  args.type = *type;
-  args.rows = in.q.size(0);
-  args.queries = in.q.size(1);
-  args.keys = in.k.size(1);
-  args.heads = in.q.size(2);
-  args.head_dim = static_cast<int>(in.q.size(3));
-  args.q = array_of<const void*>(in.q);
-  args.k = without_heads<const void*>(in.k);
-  args.weights = array_of<const void*>(in.weights);
-  args.slots = slots;
-}
-
 const KeySelectionKernels& kernels() {
   return chosen_attention_kernels().selection;
 }
@@ -50,7 +22,7 @@ void select_keys_cpu(const IndexerInputs& in, const at::Tensor& start,
                      const at::Tensor& end, at::Tensor& indices,
                      at::Tensor& scores) {
   SelectKeysArgs args;
-  fill(args, in, indices.size(2));
+  in.fill(args, indices.size(2));
   args.start = without_heads<const int32_t*>(start);
   args.end = without_heads<const int32_t*>(end);
   args.indices = without_heads<int32_t*>(indices);
@@ -85,7 +57,7 @@ at::Tensor score_selected_cpu(const IndexerInputs& in,
                               const at::Tensor& indices) {
   at::Tensor scores = at::empty(indices.sizes(), sums_like(in.q));
   ScoreSelectedArgs args;
-  fill(args, in, indices.size(2));
+  in.fill(args, indices.size(2));
   args.indices = without_heads<const int32_t*>(indices);
   args.scores = without_heads<void*>(scores);
   if (scores.numel() > 0) {
@@ -101,7 +73,7 @@ IndexerGradients score_selected_backward_cpu(const IndexerInputs& in,
                         at::zeros(in.k.sizes(), sums_like(in.q)),
                         at::zeros(in.weights.sizes(), sums_like(in.q))};
   ScoreSelectedBackwardArgs args;
-  fill(args, in, indices.size(2));
+  in.fill(args, indices.size(2));
   args.indices = without_heads<const int32_t*>(indices);
   args.dscores = without_heads<const void*>(dscores);
   args.dq = array_of<void*>(sums.dq);

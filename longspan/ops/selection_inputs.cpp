@@ -76,4 +76,19 @@ IndexerInputs IndexerInputs::of(const at::Tensor& q, const at::Tensor& k,
           with_row(weights).contiguous()};
 }
 
+void IndexerInputs::fill(KeyScoreArgs& args, int64_t slots) const {
+  const auto type = element_type(q.scalar_type());
+  promise(type.has_value(), "select_keys: ", q.scalar_type(), " came this far");
+  args.type = *type;
+  args.rows = q.size(0);
+  args.queries = q.size(1);
+  args.keys = k.size(1);
+  args.heads = q.size(2);
+  args.head_dim = static_cast<int>(q.size(3));
+  args.q = array_of<const void*>(q);
+  args.k = without_heads<const void*>(k);
+  args.weights = array_of<const void*>(weights);
+  args.slots = slots;
+}
+
 }  // namespace longspan

@@ -2,6 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <type_traits>
+
+#include "longspan/kernels/key_selection.h"
+
 namespace longspan {
 
 /// The tensors of a lightning indexer in one form, whatever axes came.
@@ -13,7 +17,25 @@ struct IndexerInputs {
   /// Checked by check_indexer before.
   static IndexerInputs of(const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& weights);
+
+  /// The same as kernels take it.
+  void fill(KeyScoreArgs& args, int64_t slots) const;
 };
+
+/// A tensor [rows, tokens] or [rows, tokens, slots], which has no heads, as
+/// kernels take it. It must outlive the array.
+template <class Pointer>
+TokenArray<Pointer> without_heads(const at::Tensor& t) {
+  const auto array = [&](auto* data) {
+    return TokenArray<Pointer>{static_cast<Pointer>(data), t.stride(0),
+                               t.stride(1), 0};
+  };
+  if constexpr (std::is_const_v<std::remove_pointer_t<Pointer>>) {
+    return array(t.const_data_ptr());
+  } else {
+    return array(t.mutable_data_ptr());
+  }
+}
 
 /// Everything that shapes and types say; also for traced tensors.
 void check_indexer(const char* who, const at::Tensor& q, const at::Tensor& k,

@@ -17,6 +17,10 @@ inline constexpr int64_t kMostChannels = 576;
 /// The tensor itself where its last axis is contiguous, else a copy.
 at::Tensor with_contiguous_channels(const at::Tensor& tensor);
 
+/// The same where every row of channels also starts at a multiple of 16 bytes,
+/// as kernels on CUDA read them.
+at::Tensor with_aligned_rows(const at::Tensor& tensor);
+
 /// What kernels call a dtype; nothing where they have no such elements.
 std::optional<ElementType> element_type(at::ScalarType dtype);
 

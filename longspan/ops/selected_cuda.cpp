@@ -1,0 +1,115 @@
+#include "longspan/ops/selected_cuda.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+
+#include "longspan/core/check.h"
+#include "longspan/kernels/ampere/selected_attention.h"
+#include "longspan/kernels/cuda/device.h"
+#include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/ops/cuda_stream.h"
+#include "longspan/ops/token_arrays.h"
+
+namespace longspan {
+
+namespace {
+
+SelectedInputs aligned_inputs(SelectedInputs in) {
+  in.q = with_aligned_rows(in.q);
+  in.kv = with_aligned_rows(in.kv);
+  return in;
+}
+
+/// Why the kernels cannot take it, or nothing.
+struct Reasons {
+  std::optional<std::string> not_hopper, not_ampere;
+
+  explicit Reasons(const SelectedAttentionArgs& args)
+      : not_hopper(hopper::why_not_attend_selected(args)),
+        not_ampere(ampere::why_not_attend_selected(args)) {}
+};
+
+}  // namespace
+
+PartialAttention attend_selected_cuda(const SelectedInputs& in) {
+  const c10::OptionalDeviceGuard guard(in.q.device());
+  const SelectedInputs ready = aligned_inputs(in);
+  SelectedForwardArgs args;
+  ready.fill(args);
+  const Reasons reasons(args);
+  if (reasons.not_hopper && reasons.not_ampere) {
+    return attend_selected_composite(in);
+  }
+  auto sizes = in.q.sizes().vec();
+  sizes.back() = in.value_dim;
+  const PartialAttention answer{
+      at::empty(sizes, in.q.options()),
+      at::empty(in.q.sizes().slice(0, 3), sums_like(in.q))};
+  args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
+  args.out = array_of<void*>(answer.out);
+  args.lse = array_of<void*>(answer.lse);
+  const auto run = reasons.not_hopper ? ampere::selected_attention_forward
+                                      : hopper::selected_attention_forward;
+  run(args, current_stream(in.q));
+  return answer;
+}
+
+SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
+                                           const SelectedResult& result) {
+  const c10::OptionalDeviceGuard guard(in.q.device());
+  const SelectedInputs ready = aligned_inputs(in);
+  const at::Tensor dout = with_aligned_rows(result.dout);
+  SelectedBackwardArgs args;
+  ready.fill(args);
+  // The kernel adds to keys in any order; torch's operators can keep one.
+  if (at::globalContext().deterministicAlgorithms() ||
+      hopper::why_not_attend_selected(args)) {
+    return attend_selected_backward_composite(in, result);
+  }
+  const SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
+                          at::zeros(in.kv.sizes(), sums_like(in.kv))};
+  args.dout = array_of<const void*>(dout);
+  args.lse = array_of<const void*>(result.lse);
+  args.delta = array_of<const void*>(result.delta);
+  args.dq = array_of<void*>(sums.dq);
+  args.dkv = array_of<void*>(sums.dkv);
+  hopper::selected_attention_backward(args, current_stream(in.q));
+  return sums;
+}
+
+at::Tensor output_delta_cuda(const at::Tensor& out, const at::Tensor& dout) {
+  const c10::OptionalDeviceGuard guard(out.device());
+  constexpr int kHopper = 90;
+  if (out.scalar_type() != at::kBFloat16 || out.size(-1) % 8 != 0 ||
+      device_generation() != kHopper) {
+    const auto sums = accumulation_type(out.scalar_type());
+    return (out.to(sums) * dout.to(sums)).sum(-1);
+  }
+  at::Tensor delta = at::empty(out.sizes().slice(0, 3), sums_like(out));
+  const at::Tensor a = with_aligned_rows(out), b = with_aligned_rows(dout);
+  hopper::output_delta({.rows = out.size(0),
+                        .queries = out.size(1),
+                        .heads = out.size(2),
+                        .value_dim = static_cast<int>(out.size(3)),
+                        .out = array_of<const void*>(a),
+                        .dout = array_of<const void*>(b),
+                        .delta = array_of<float*>(delta)},
+                       current_stream(out));
+  return delta;
+}
+
+std::string which_selected_kernel(const SelectedInputs& in) {
+  const c10::OptionalDeviceGuard guard(in.q.device());
+  SelectedAttentionArgs args;
+  aligned_inputs(in).fill(args);
+  const Reasons reasons(args);
+  if (!reasons.not_hopper) return "hopper";
+  if (!reasons.not_ampere) {
+    return join("ampere, not hopper: ", *reasons.not_hopper);
+  }
+  return join("composite, not ampere: ", *reasons.not_ampere);
+}
+
+}  // namespace longspan

@@ -1,0 +1,17 @@
+#pragma once
+
+#include "longspan/ops/selection_composite.h"
+
+namespace longspan {
+
+/// The lightning indexer on CUDA: by kernels where they take it, else by the
+/// composites. `scores` may be undefined: not wanted.
+void select_keys_cuda(const IndexerInputs& in, const at::Tensor& start,
+                      const at::Tensor& end, at::Tensor& indices,
+                      at::Tensor& scores);
+
+/// False where no kernel takes it. Tensors are contiguous.
+bool top_keys_on_device(const at::Tensor& scores, const at::Tensor& start,
+                        const at::Tensor& end, at::Tensor& indices);
+
+}  // namespace longspan
