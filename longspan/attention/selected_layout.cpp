@@ -114,7 +114,9 @@ KeyWindows SelectedLayout::windows(const char* who,
     }
   }
   const auto placed = [&](const at::Tensor& border) {
-    return border.to(device).expand({rows, count});
+    // From memory that the system may move, so it is copied before this
+    // returns.
+    return border.to(device, /*non_blocking=*/true).expand({rows, count});
   };
   return {placed(start), placed(end)};
 }

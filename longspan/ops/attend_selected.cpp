@@ -48,12 +48,25 @@ Tensors2 forward(const at::Tensor& q, const at::Tensor& kv,
   return {like_q(answer.out.to(q.scalar_type())), like_q(answer.lse)};
 }
 
+void check_backward(const at::Tensor& dout, const at::Tensor& q,
+                    const at::Tensor& out, const at::Tensor& lse,
+                    int64_t value_dim) {
+  constexpr auto kWho = "attend_selected_backward";
+  auto sizes =
+      q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 1)).vec();
+  check_like(kWho, "lse", lse, sizes, accumulation_type(q.scalar_type()), q);
+  sizes.push_back(value_dim == 0 ? q.sym_size(-1) : c10::SymInt(value_dim));
+  check_like(kWho, "out", out, sizes, q.scalar_type(), q);
+  check_like(kWho, "dout", dout, sizes, q.scalar_type(), q);
+}
+
 Tensors3 backward(const at::Tensor& dout, const at::Tensor& q,
                   const at::Tensor& kv, const at::Tensor& indices,
                   const OptionalTensor& sink, const at::Tensor& out,
                   const at::Tensor& lse, double scale, int64_t value_dim,
                   bool exact_dkv) {
   check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
+  check_backward(dout, q, out, lse, value_dim);
   const auto in = SelectedInputs::of(q, kv, indices, sink, scale, value_dim);
   const auto sums = accumulation_type(q.scalar_type());
   const auto with_row = [&](const at::Tensor& t) {
@@ -97,7 +110,7 @@ at::Tensor weights(const at::Tensor& q, const at::Tensor& kv,
   const at::Tensor weights = q.is_cpu() ? selected_weights_cpu(in, all)
                                         : selected_weights_composite(in, all);
   const at::Tensor total = weights.sum(-1, /*keepdim=*/true);
-  at::Tensor shares = at::where(total > 0, weights / total, 0);
+  at::Tensor shares = at::where(total == 0, 0, weights / total);
   if (kv.dim() != q.dim() && indices.dim() != q.dim()) {
     shares = shares.squeeze(-2);
   }
@@ -118,11 +131,13 @@ Tensors2 forward_meta(const at::Tensor& q, const at::Tensor& kv,
   return {at::empty_symint(sizes, q.options()), lse};
 }
 
-Tensors3 backward_meta(const at::Tensor& /*dout*/, const at::Tensor& q,
-                       const at::Tensor& kv, const at::Tensor& /*indices*/,
-                       const OptionalTensor& sink, const at::Tensor& /*out*/,
-                       const at::Tensor& /*lse*/, double /*scale*/,
-                       int64_t /*value_dim*/, bool exact_dkv) {
+Tensors3 backward_meta(const at::Tensor& dout, const at::Tensor& q,
+                       const at::Tensor& kv, const at::Tensor& indices,
+                       const OptionalTensor& sink, const at::Tensor& out,
+                       const at::Tensor& lse, double scale, int64_t value_dim,
+                       bool exact_dkv) {
+  check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
+  check_backward(dout, q, out, lse, value_dim);
   const auto dkv = exact_dkv ? sums_like(kv) : kv.options();
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint(kv.sym_sizes(), dkv),

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <tuple>
 
 #include "longspan/core/check.h"
@@ -88,6 +89,8 @@ Tensors3 score_backward(const at::Tensor& dscores, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& weights,
                         const at::Tensor& indices, bool exact_dk) {
   check_score(q, k, weights, indices);
+  check_like("score_selected_backward", "dscores", dscores, indices.sym_sizes(),
+             accumulation_type(q.scalar_type()), q);
   const auto in = IndexerInputs::of(q, k, weights);
   const auto with_row = [&](const at::Tensor& t) {
     return (q.dim() == 4 ? t : t.unsqueeze(0)).contiguous();
@@ -114,6 +117,9 @@ at::Tensor top_meta(const at::Tensor& scores, c10::SymInt slots,
                               scores.scalar_type() == at::kDouble),
         "top_keys: `scores` is ", describe(scores),
         "; expected float32 or float64 [.., Tk]");
+  check(scores.sym_size(-1) <= std::numeric_limits<int32_t>::max(),
+        "top_keys: `scores` is ", describe(scores),
+        "; keys are counted in 32 bits");
   check_slots("top_keys", slots);
   check(start.has_value() == end.has_value(),
         "top_keys: one of `start` and `end` is missing; give both or none");
@@ -183,9 +189,12 @@ at::Tensor score_meta(const at::Tensor& q, const at::Tensor& k,
   return at::empty_symint(indices.sym_sizes(), sums_like(q));
 }
 
-Tensors3 score_backward_meta(const at::Tensor& /*dscores*/, const at::Tensor& q,
+Tensors3 score_backward_meta(const at::Tensor& dscores, const at::Tensor& q,
                              const at::Tensor& k, const at::Tensor& weights,
-                             const at::Tensor& /*indices*/, bool exact_dk) {
+                             const at::Tensor& indices, bool exact_dk) {
+  check_score(q, k, weights, indices);
+  check_like("score_selected_backward", "dscores", dscores, indices.sym_sizes(),
+             accumulation_type(q.scalar_type()), q);
   return {
       at::empty_symint(q.sym_sizes(), q.options()),
       at::empty_symint(k.sym_sizes(), exact_dk ? sums_like(k) : k.options()),

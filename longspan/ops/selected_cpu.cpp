@@ -55,6 +55,7 @@ SelectedSums attend_selected_backward_cpu(const SelectedInputs& in,
 
 at::Tensor selected_weights_cpu(const SelectedInputs& in,
                                 const at::Tensor& lse) {
+  if (in.q.size(2) == 0) return at::zeros(in.indices.sizes(), sums_like(in.q));
   at::Tensor weights = at::empty(in.indices.sizes(), sums_like(in.q));
   SelectedWeightsArgs args;
   in.fill(args);

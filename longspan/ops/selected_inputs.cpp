@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <limits>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
@@ -23,6 +24,14 @@ void check_same_device(const char* who, const char* name, const at::Tensor& t,
                        const at::Tensor& q) {
   check(t.device() == q.device(), who, ": `", name, "` is on ",
         t.device().str(), " but `q` on ", q.device().str());
+}
+
+void check_like(const char* who, const char* name, const at::Tensor& t,
+                c10::SymIntArrayRef sizes, at::ScalarType dtype,
+                const at::Tensor& q) {
+  check(t.sym_sizes() == sizes && t.scalar_type() == dtype, who, ": `", name,
+        "` is ", describe(t), "; expected ", dtype, " ", sizes);
+  check_same_device(who, name, t, q);
 }
 
 at::Tensor as_slots(const at::Tensor& indices, int64_t keys) {
@@ -49,6 +58,8 @@ void check_selected(const char* who, const at::Tensor& q, const at::Tensor& kv,
   const auto heads = q.sym_size(-2), channels = q.sym_size(-1);
   check(kv.sym_size(-1) == channels, who, ": `kv` is ", describe(kv),
         " but `q` ", describe(q), "; the channels differ");
+  check(kv.sym_size(q.dim() - 3) <= std::numeric_limits<int32_t>::max(), who,
+        ": `kv` is ", describe(kv), "; keys are counted in 32 bits");
   check(channels >= 1 && channels <= kMostChannels, who, ": `q` is ",
         describe(q), "; expected 1 to ", kMostChannels, " channels");
   check(value_dim >= 0 && channels >= value_dim, who, ": value_dim is ",

@@ -37,6 +37,11 @@ void check_selected(const char* who, const at::Tensor& q, const at::Tensor& kv,
                     const std::optional<at::Tensor>& sink, double scale,
                     int64_t value_dim);
 
+/// That a tensor has these sizes, this type, and the device of q.
+void check_like(const char* who, const char* name, const at::Tensor& t,
+                c10::SymIntArrayRef sizes, at::ScalarType dtype,
+                const at::Tensor& q);
+
 /// What is outside [0, keys) becomes -1, so that narrowing changes nothing.
 at::Tensor as_slots(const at::Tensor& indices, int64_t keys);
 

@@ -130,7 +130,7 @@ at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
       for (int64_t key = 0; key < keys; key += block) {
         const int64_t width = std::min(block, keys - key);
         const at::Tensor k =
-            in.k[row].narrow(0, key, width).to(options.dtype());
+            in.k[row].narrow(0, key, width).to(options.dtype()).contiguous();
         const at::Tensor products =
             at::matmul(q, k.t()).relu_().view({most, heads, width});
         scores.narrow(1, key, width)
