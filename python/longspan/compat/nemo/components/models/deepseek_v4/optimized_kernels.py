@@ -31,6 +31,8 @@ __all__ = [
 
 # Whether this library has the kernel.
 _KERNELS = {"sinkhorn": False, "sparse_attn": True, "indexer": True}
+#: What messages call them.
+_KERNEL_TITLES = {"sparse_attn": "sparse attention", "indexer": "indexer"}
 _PLAIN = ("torch", "sparse_torch")
 _BACKENDS = (*_PLAIN, "tilelang", "auto")
 
@@ -55,8 +57,21 @@ def _uses_kernel(who: str, backend: str, kernel: str, tensors: Sequence[Tensor])
         raise ValueError(
             f"{who}: no backend {backend!r}; there are {', '.join(map(repr, _BACKENDS))}"
         )
-    available = is_dsv4_kernel_available(kernel)
-    return should_use_tilelang(backend, available=available, kernel_name=kernel, tensors=tensors)
+    return should_use_tilelang(
+        backend,
+        available=is_dsv4_kernel_available(kernel),
+        kernel_name=_KERNEL_TITLES[kernel],
+        tensors=tensors,
+        require_bf16=True,
+    )
+
+
+def _alike(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their types, which the operators want."""
+    if not (q.is_floating_point() and keys.is_floating_point()):
+        return q, keys
+    wide = torch.promote_types(q.dtype, keys.dtype)
+    return q.to(wide), keys.to(wide)
 
 
 def _axes(who: str, name: str, value: Any, axes: str) -> Tensor:
@@ -189,20 +204,26 @@ def dsv4_sparse_attention(
     _axes(who, "kv", kv, "[rows, keys, channels]")
     _axes(who, "sinks", sinks, "[heads]")
     _axes(who, "topk_idxs", topk_idxs, "[rows, tokens, slots]")
-    _uses_kernel(who, backend, "sparse_attn", (q, kv, sinks, topk_idxs))
+    _uses_kernel(who, backend, "sparse_attn", (q, kv))
+    queries, keys = _alike(q, kv)
     with renamed(sink="sinks", indices="topk_idxs"):
-        out, _ = torch.ops.longspan.attend_selected(q, kv, topk_idxs, sinks, float(sm_scale), 0)
-    return out  # type: ignore[no-any-return]
+        out, _ = torch.ops.longspan.attend_selected(
+            queries, keys, topk_idxs, sinks, float(sm_scale), 0
+        )
+    return out.to(q.dtype)  # type: ignore[no-any-return]
 
 
-def _index_inputs(who: str, q: Any, pooled_kv: Any, weights: Any, softmax_scale: float) -> Tensor:
-    """The weights with the scale in them, in what scores are summed in."""
+def _index_inputs(
+    who: str, q: Any, pooled_kv: Any, weights: Any, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and keys of one type, and the weights with the scale in them, in what scores
+    are summed in."""
     _axes(who, "q", q, "[rows, tokens, heads, channels]")
     _axes(who, "pooled_kv", pooled_kv, "[rows, pools, channels]")
     _axes(who, "weights", weights, "[rows, tokens, heads]")
-    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scaled: Tensor = weights.to(sums) * float(softmax_scale)
-    return scaled
+    queries, keys = _alike(q, pooled_kv)
+    sums = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    return queries, keys, weights.to(sums) * float(softmax_scale)
 
 
 @public
@@ -223,7 +244,7 @@ def dsv4_indexer_scores(
     ``query_start + i`` has -inf for pools that did not end at or before it.
     """
     who = "dsv4_indexer_scores"
-    scaled = _index_inputs(who, q, pooled_kv, weights, softmax_scale)
+    queries, keys, scaled = _index_inputs(who, q, pooled_kv, weights, softmax_scale)
     first = _count(who, "query_start", query_start)
     rows, tokens = q.shape[:2]
     if query_total_len is not None:
@@ -233,13 +254,13 @@ def dsv4_indexer_scores(
                 f"{who}: {tokens} queries from {first} on do not fit query_total_len {total}"
             )
     start = end = None
-    if _uses_kernel(who, backend, "indexer", (q, pooled_kv, weights)):
+    if _uses_kernel(who, backend, "indexer", (q, pooled_kv)):
         ratio = _count(who, "compress_ratio", compress_ratio, 1)
         at = torch.arange(first, first + tokens, device=q.device, dtype=torch.int32)
         end = torch.ops.longspan.ended_pools(at, ratio).expand(rows, -1)
         start = torch.zeros_like(end)
     with renamed(k="pooled_kv"):
-        return longspan.index_scores(q, pooled_kv, scaled, start=start, end=end)
+        return longspan.index_scores(queries, keys, scaled, start=start, end=end)
 
 
 @public
@@ -259,9 +280,9 @@ def dsv4_indexer_topk_scores(
     list already tells which pools there are.
     """
     who = "dsv4_indexer_topk_scores"
-    scaled = _index_inputs(who, q, pooled_kv, weights, softmax_scale)
+    queries, keys, scaled = _index_inputs(who, q, pooled_kv, weights, softmax_scale)
     _axes(who, "topk_indices", topk_indices, "[rows, tokens, slots]")
-    _uses_kernel(who, backend, "indexer", (q, pooled_kv, weights, topk_indices))
+    _uses_kernel(who, backend, "indexer", (q, pooled_kv))
     with renamed(k="pooled_kv", indices="topk_indices"):
-        scores: Tensor = torch.ops.longspan.score_selected(q, pooled_kv, scaled, topk_indices)
+        scores: Tensor = torch.ops.longspan.score_selected(queries, keys, scaled, topk_indices)
     return scores
