@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +146,16 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
         state.before_restore.append(handle.remove)
 
 
-def _look_for_mask(module: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+def _look_for_mask(
+    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
+) -> None:
     """Masks of pads would never reach our function: transformers drops them where it
     builds no masks."""
-    if arguments.get(KEYWORD) is not None:
-        _check_no_mask(module, arguments.get("attention_mask"))
+    if arguments.get(KEYWORD) is None:
+        return
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = dict(zip(names, in_order, strict=False)) | arguments
+    _check_no_mask(module, given.get("attention_mask"))
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
