@@ -33,12 +33,6 @@ std::vector<HeadChunk> head_chunks(const AttentionArgs& args) {
   return chunks;
 }
 
-/// Blocks in the order first, last, second, last but one, ...: any run of jobs
-/// then has about its share of a causal mask.
-int64_t from_both_ends(int64_t i, int64_t blocks) {
-  return i % 2 == 0 ? i / 2 : blocks - 1 - i / 2;
-}
-
 void run_job(const ForwardSteps& steps, const AttentionForwardArgs& args,
              const LineIndex& lines, const QueryBlock& queries, void* scratch) {
   const std::vector<Windows> seen =

@@ -36,6 +36,12 @@ inline int64_t accumulator_bytes(ElementType type) {
   return type == ElementType::float64 ? 8 : 4;
 }
 
+/// First, last, second, last but one, ...: any run of jobs then has about its
+/// share of a causal mask.
+inline int64_t from_both_ends(int64_t i, int64_t count) {
+  return i % 2 == 0 ? i / 2 : count - 1 - i / 2;
+}
+
 /// Uninitialized memory that starts at a cache line.
 class AlignedBytes {
  public:

@@ -42,10 +42,4 @@ inline int64_t copy_keys(const SelectedAttentionArgs& args,
   return count;
 }
 
-/// Takes jobs from both ends in turns: a run of jobs then has its share of
-/// those that see little, which usually come first.
-inline int64_t from_both_ends(int64_t i, int64_t jobs) {
-  return i % 2 == 0 ? i / 2 : jobs - 1 - i / 2;
-}
-
 }  // namespace longspan

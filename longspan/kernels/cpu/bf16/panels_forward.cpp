@@ -5,12 +5,6 @@ namespace longspan {
 
 namespace {
 
-/// First, last, second, last but one, ...: any run of jobs then has about its
-/// share of a causal mask.
-int64_t from_both_ends(int64_t i, int64_t count) {
-  return i % 2 == 0 ? i / 2 : count - 1 - i / 2;
-}
-
 struct Job {
   int64_t row, key_head, group, groups;
 };

@@ -31,12 +31,6 @@ Integer* place_of(const TokenArray<Integer*>& array, int64_t row,
   return array.data + row * array.row_stride + token * array.token_stride;
 }
 
-/// First, last, second, last but one, ...: any run of jobs then has about its
-/// share of causal windows.
-inline int64_t from_both_ends(int64_t i, int64_t count) {
-  return i % 2 == 0 ? i / 2 : count - 1 - i / 2;
-}
-
 /// [start, end) inside of [0, keys); [0, 0) where nothing is.
 inline TokenRange window_of(int32_t start, int32_t end, int64_t keys) {
   const int64_t begin = std::clamp<int64_t>(start, 0, keys);
