@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,6 +11,7 @@
 #include "longspan/attention/run.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/attend_tiles.h"
+#include "longspan/ops/registering.h"
 
 namespace longspan {
 
@@ -48,16 +48,13 @@ Tensors4 attend_backward_meta(
 }
 
 const auto& forward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::attend", "")
-                             .typed<decltype(attend_forward)>();
+  static const auto op = find_op<decltype(attend_forward)>("longspan::attend");
   return op;
 }
 
 const auto& backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::attend_backward", "")
-                             .typed<decltype(attend_backward)>();
+  static const auto op =
+      find_op<decltype(attend_backward)>("longspan::attend_backward");
   return op;
 }
 
@@ -117,11 +114,8 @@ Tensors4 attend_backward_autograd(const at::Tensor& dout, const at::Tensor& q,
                                   double softcap, const std::string& strategy,
                                   int64_t head_ranks,
                                   const std::string& group) {
-  const auto wants = [](const at::Tensor& t) { return t.requires_grad(); };
-  check(!at::GradMode::is_enabled() || !(wants(dout) || wants(q) || wants(k) ||
-                                         wants(v) || (sink && wants(*sink))),
-        "attend: there is no second derivative; call backward without "
-        "create_graph");
+  refuse_second_derivative("attend",
+                           {dout, q, k, v, sink.value_or(at::Tensor())});
   at::AutoDispatchBelowADInplaceOrView guard;
   return backward_op().call(dout, q, k, v, sink, out, lse, layout, scale,
                             softcap, strategy, head_ranks, group);

@@ -6,7 +6,8 @@
 #include <torch/library.h>
 
 #include "longspan/attention/attend.h"
-#include "longspan/attention/selected_ops.h"
+#include "longspan/attention/selected_run.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/selected_inputs.h"
 
 namespace longspan {
@@ -169,19 +170,22 @@ at::Tensor weights_autocast(const at::Tensor& q, const at::Tensor& kv,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {
-  define(m,
-         "attend_selected_ranks(Tensor q, Tensor kv, Tensor indices, "
-         "Tensor? sink, Tensor? layout, float scale, int value_dim, str fetch, "
-         "str group) -> (Tensor, Tensor)");
-  define(m,
-         "attend_selected_ranks_backward(Tensor dout, Tensor q, Tensor kv, "
-         "Tensor indices, Tensor? sink, Tensor out, Tensor lse, "
-         "Tensor? layout, float scale, int value_dim, str fetch, str group) "
-         "-> (Tensor, Tensor, Tensor)");
-  define(m,
-         "selected_weights_ranks(Tensor q, Tensor kv, Tensor indices, "
-         "Tensor lse, Tensor? sink, Tensor? layout, float scale, str fetch, "
-         "str group) -> Tensor");
+  m.def(
+      "attend_selected_ranks(Tensor q, Tensor kv, Tensor indices, "
+      "Tensor? sink, Tensor? layout, float scale, int value_dim, str fetch, "
+      "str group) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "attend_selected_ranks_backward(Tensor dout, Tensor q, Tensor kv, "
+      "Tensor indices, Tensor? sink, Tensor out, Tensor lse, "
+      "Tensor? layout, float scale, int value_dim, str fetch, str group) "
+      "-> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "selected_weights_ranks(Tensor q, Tensor kv, Tensor indices, "
+      "Tensor lse, Tensor? sink, Tensor? layout, float scale, str fetch, "
+      "str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
 }
 TORCH_LIBRARY_IMPL(longspan, Meta, m) {
   m.impl("attend_selected_ranks", attend_meta);
@@ -219,7 +223,7 @@ SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
                                const Group& group,
                                const SelectedOptions& options, Fetch fetch) {
   auto [out, lse] = selected::attend_op().call(
-      q, kv, indices, selected::optional(options.sink), layout_tensor(layout),
+      q, kv, indices, optional(options.sink), layout_tensor(layout),
       options.scale, options.value_dim, name_of(fetch), group.name());
   return {out, lse};
 }
@@ -229,8 +233,8 @@ at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
                             const AttentionLayout& layout, const Group& group,
                             const SelectedOptions& options, Fetch fetch) {
   return selected::weights_op().call(
-      q, kv, indices, lse, selected::optional(options.sink),
-      layout_tensor(layout), options.scale, name_of(fetch), group.name());
+      q, kv, indices, lse, optional(options.sink), layout_tensor(layout),
+      options.scale, name_of(fetch), group.name());
 }
 
 }  // namespace longspan

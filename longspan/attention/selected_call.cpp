@@ -1,12 +1,12 @@
 #include "longspan/attention/selected_call.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "longspan/attention/selected_work.h"
 #include "longspan/core/check.h"
 #include "longspan/core/even_pieces.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/selection_inputs.h"
 
 namespace longspan::selected {
@@ -129,11 +129,9 @@ Tensors3 exact_score_backward(const at::Tensor& dscores, const at::Tensor& q,
                               const at::Tensor& k, const at::Tensor& weights,
                               const at::Tensor& indices) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::score_selected_backward", "")
-          .typed<Tensors3(const at::Tensor&, const at::Tensor&,
-                          const at::Tensor&, const at::Tensor&,
-                          const at::Tensor&, bool)>();
+      find_op<Tensors3(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                       const at::Tensor&, const at::Tensor&, bool)>(
+          "longspan::score_selected_backward");
   return op.call(dscores, q, k, weights, indices, /*exact_dk=*/true);
 }
 

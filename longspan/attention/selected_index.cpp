@@ -6,7 +6,8 @@
 #include <torch/library.h>
 
 #include "longspan/attention/attend.h"
-#include "longspan/attention/selected_ops.h"
+#include "longspan/attention/selected_run.h"
+#include "longspan/ops/registering.h"
 
 namespace longspan {
 
@@ -189,17 +190,20 @@ at::Tensor score_autocast(const at::Tensor& q, const at::Tensor& k,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {
-  define(m,
-         "select_keys_ranks(Tensor q, Tensor k, Tensor weights, Tensor? start, "
-         "Tensor? end, Tensor? layout, SymInt slots, bool scores, "
-         "bool balanced, str group) -> (Tensor, Tensor)");
-  define(m,
-         "score_selected_ranks(Tensor q, Tensor k, Tensor weights, "
-         "Tensor indices, Tensor? layout, str fetch, str group) -> Tensor");
-  define(m,
-         "score_selected_ranks_backward(Tensor dscores, Tensor q, Tensor k, "
-         "Tensor weights, Tensor indices, Tensor? layout, str fetch, "
-         "str group) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "select_keys_ranks(Tensor q, Tensor k, Tensor weights, Tensor? start, "
+      "Tensor? end, Tensor? layout, SymInt slots, bool scores, "
+      "bool balanced, str group) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "score_selected_ranks(Tensor q, Tensor k, Tensor weights, "
+      "Tensor indices, Tensor? layout, str fetch, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "score_selected_ranks_backward(Tensor dscores, Tensor q, Tensor k, "
+      "Tensor weights, Tensor indices, Tensor? layout, str fetch, "
+      "str group) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
 }
 TORCH_LIBRARY_IMPL(longspan, Meta, m) {
   m.impl("select_keys_ranks", select_meta);
@@ -235,9 +239,9 @@ Selection select_keys(const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& weights, const AttentionLayout& layout,
                       const Group& group, const SelectOptions& options) {
   auto [scores, indices] = selected::select_op().call(
-      q, k, weights, selected::optional(options.start),
-      selected::optional(options.end), layout_tensor(layout), options.slots,
-      options.scores, options.balanced, group.name());
+      q, k, weights, optional(options.start), optional(options.end),
+      layout_tensor(layout), options.slots, options.scores, options.balanced,
+      group.name());
   return {indices, scores};
 }
 

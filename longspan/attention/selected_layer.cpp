@@ -3,7 +3,8 @@
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/selected.h"
-#include "longspan/attention/selected_ops.h"
+#include "longspan/attention/selected_run.h"
+#include "longspan/ops/registering.h"
 
 namespace longspan {
 
@@ -203,7 +204,6 @@ LayerAnswer select_and_attend(const SelectedLayer& layer,
                               const SelectOptions& selection,
                               const SelectedOptions& attention, Fetch fetch,
                               bool with_target) {
-  using selected::optional;
   auto [out, lse, scores, target, indices] = selected::layer_op().call(
       layer.q, layer.kv, layer.index_q, layer.index_k, layer.weights,
       optional(selection.start), optional(selection.end),

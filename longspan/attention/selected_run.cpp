@@ -27,6 +27,11 @@ SelectedOptions options_of(const OptionalTensor& sink, double scale,
 
 }  // namespace
 
+void check_meta(const char* who, const at::Tensor& q) {
+  check(q.is_meta(), who, ": `layout` is on meta, which holds no values; ",
+        "keep what attention_layout made on the CPU");
+}
+
 void check_keys(const char* who, const char* name, const at::Tensor& k,
                 const at::Tensor& q, const OptionalTensor& layout) {
   const auto tokens = k.sym_size(q.dim() - 3);

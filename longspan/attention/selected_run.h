@@ -28,6 +28,8 @@ void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& weights, const OptionalTensor& start,
                   const OptionalTensor& end, const OptionalTensor& layout,
                   const c10::SymInt& slots);
+/// That the call is traced, not run with a layout that lost its values.
+void check_meta(const char* who, const at::Tensor& q);
 void check_keys(const char* who, const char* name, const at::Tensor& k,
                 const at::Tensor& q, const OptionalTensor& layout);
 

@@ -1,7 +1,6 @@
 #include "longspan/ops/attend_dense.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/registering.h"
 
 namespace longspan {
 
@@ -129,9 +129,7 @@ Tensors2 dense(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 }
 
 const auto& dense_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::attend_dense", "")
-                             .typed<decltype(dense)>();
+  static const auto op = find_op<decltype(dense)>("longspan::attend_dense");
   return op;
 }
 

@@ -1,8 +1,6 @@
 #include "longspan/ops/attend_selected.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -11,6 +9,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/selected_composite.h"
 #include "longspan/ops/selected_cpu.h"
 #include "longspan/ops/selected_cuda.h"
@@ -27,12 +26,6 @@ using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 /// The natural log of everything that a head gives weight to.
 at::Tensor with_sink(const at::Tensor& lse, const at::Tensor& sink) {
   return sink.defined() ? at::logaddexp(lse, sink) : lse;
-}
-
-at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout) {
-  if (out.is_cuda()) return output_delta_cuda(out, dout);
-  const auto sums = accumulation_type(out.scalar_type());
-  return (out.to(sums) * dout.to(sums)).sum(-1);
 }
 
 Tensors2 forward(const at::Tensor& q, const at::Tensor& kv,
@@ -117,18 +110,11 @@ at::Tensor weights(const at::Tensor& q, const at::Tensor& kv,
   return q.dim() == 4 ? shares : shares.squeeze(0);
 }
 
-std::vector<c10::SymInt> without_channels(const at::Tensor& q) {
-  return q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 1)).vec();
-}
-
 Tensors2 forward_meta(const at::Tensor& q, const at::Tensor& kv,
                       const at::Tensor& indices, const OptionalTensor& sink,
                       double scale, int64_t value_dim) {
   check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
-  auto sizes = without_channels(q);
-  at::Tensor lse = at::empty_symint(sizes, sums_like(q));
-  sizes.push_back(value_dim == 0 ? q.sym_size(-1) : c10::SymInt(value_dim));
-  return {at::empty_symint(sizes, q.options()), lse};
+  return {empty_out(q, value_dim), empty_sums(q, 1, {})};
 }
 
 Tensors3 backward_meta(const at::Tensor& dout, const at::Tensor& q,
@@ -138,48 +124,32 @@ Tensors3 backward_meta(const at::Tensor& dout, const at::Tensor& q,
                        bool exact_dkv) {
   check_selected("attend_selected", q, kv, indices, sink, scale, value_dim);
   check_backward(dout, q, out, lse, value_dim);
-  const auto dkv = exact_dkv ? sums_like(kv) : kv.options();
-  return {at::empty_symint(q.sym_sizes(), q.options()),
-          at::empty_symint(kv.sym_sizes(), dkv),
-          at::empty_symint({sink ? sink->sym_size(0) : c10::SymInt(0)},
-                           sums_like(q))};
+  return {empty_as(q), exact_dkv ? empty_sums(kv, 0, {}) : empty_as(kv),
+          empty_dsink(sink, lse)};
 }
 
 at::Tensor weights_meta(const at::Tensor& q, const at::Tensor& kv,
                         const at::Tensor& indices, const at::Tensor& /*lse*/,
                         const OptionalTensor& sink, double scale) {
   check_selected("selected_weights", q, kv, indices, sink, scale, 0);
-  auto sizes =
-      q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 2)).vec();
-  if (kv.dim() == q.dim()) {
-    sizes.push_back(kv.sym_size(-2));
-  } else if (indices.dim() == q.dim()) {
-    sizes.emplace_back(1);
-  }
-  sizes.push_back(indices.sym_size(-1));
-  return at::empty_symint(sizes, sums_like(q));
+  return empty_target(q, kv, indices.dim() == q.dim(), indices.sym_size(-1));
 }
 
 const auto& forward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::attend_selected", "")
-                             .typed<decltype(forward)>();
+  static const auto op =
+      find_op<decltype(forward)>("longspan::attend_selected");
   return op;
 }
 
 const auto& backward_op() {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::attend_selected_backward", "")
-          .typed<decltype(backward)>();
+      find_op<decltype(backward)>("longspan::attend_selected_backward");
   return op;
 }
 
 const auto& weights_op() {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::selected_weights", "")
-          .typed<decltype(weights)>();
+      find_op<decltype(weights)>("longspan::selected_weights");
   return op;
 }
 
@@ -227,11 +197,8 @@ Tensors3 backward_autograd(const at::Tensor& dout, const at::Tensor& q,
                            const OptionalTensor& sink, const at::Tensor& out,
                            const at::Tensor& lse, double scale,
                            int64_t value_dim, bool exact_dkv) {
-  const auto wants = [](const at::Tensor& t) { return t.requires_grad(); };
-  check(!at::GradMode::is_enabled() ||
-            !(wants(dout) || wants(q) || wants(kv) || (sink && wants(*sink))),
-        "attend_selected: there is no second derivative; call backward "
-        "without create_graph");
+  refuse_second_derivative("attend_selected",
+                           {dout, q, kv, sink.value_or(at::Tensor())});
   at::AutoDispatchBelowADInplaceOrView guard;
   return backward_op().call(dout, q, kv, indices, sink, out, lse, scale,
                             value_dim, exact_dkv);
@@ -250,14 +217,8 @@ Tensors2 forward_autocast(const at::Tensor& q, const at::Tensor& kv,
                           const at::Tensor& indices, const OptionalTensor& sink,
                           double scale, int64_t value_dim) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return forward_op().call(at::autocast::cached_cast(dtype, q, device),
-                           at::autocast::cached_cast(dtype, kv, device),
-                           indices, sink, scale, value_dim);
-}
-
-OptionalTensor optional(const at::Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
+  const Casts<device> cast;
+  return forward_op().call(cast(q), cast(kv), indices, sink, scale, value_dim);
 }
 
 }  // namespace

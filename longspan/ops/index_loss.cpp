@@ -1,10 +1,10 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/select_keys.h"
 
 namespace longspan {
@@ -59,17 +59,13 @@ at::Tensor loss_backward_meta(const at::Tensor& /*dloss*/,
 }
 
 const auto& loss_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::index_loss", "")
-                             .typed<decltype(loss)>();
+  static const auto op = find_op<decltype(loss)>("longspan::index_loss");
   return op;
 }
 
 const auto& loss_backward_op() {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::index_loss_backward", "")
-          .typed<decltype(loss_backward)>();
+      find_op<decltype(loss_backward)>("longspan::index_loss_backward");
   return op;
 }
 
@@ -98,10 +94,7 @@ at::Tensor loss_autograd(const at::Tensor& scores, const at::Tensor& target) {
 at::Tensor loss_backward_autograd(const at::Tensor& dloss,
                                   const at::Tensor& scores,
                                   const at::Tensor& target) {
-  check(!at::GradMode::is_enabled() ||
-            !(dloss.requires_grad() || scores.requires_grad()),
-        "index_loss: there is no second derivative; call backward without "
-        "create_graph");
+  refuse_second_derivative("index_loss", {dloss, scores});
   at::AutoDispatchBelowADInplaceOrView guard;
   return loss_backward_op().call(dloss, scores, target);
 }

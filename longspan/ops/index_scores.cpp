@@ -1,8 +1,6 @@
 #include "longspan/ops/index_scores.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -14,6 +12,7 @@
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/selection_inputs.h"
 
 namespace longspan {
@@ -166,22 +165,14 @@ Tensors3 scores_backward_meta(const at::Tensor& /*dscores*/,
 }
 
 const auto& scores_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::index_scores", "")
-                             .typed<decltype(scores)>();
+  static const auto op = find_op<decltype(scores)>("longspan::index_scores");
   return op;
 }
 
 const auto& scores_backward_op() {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::index_scores_backward", "")
-          .typed<decltype(scores_backward)>();
+      find_op<decltype(scores_backward)>("longspan::index_scores_backward");
   return op;
-}
-
-OptionalTensor optional(const at::Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
 class ScoresFunction : public torch::autograd::Function<ScoresFunction> {
@@ -220,11 +211,7 @@ Tensors3 scores_backward_autograd(const at::Tensor& dscores,
                                   const at::Tensor& weights,
                                   const OptionalTensor& start,
                                   const OptionalTensor& end) {
-  const auto wants = [](const at::Tensor& t) { return t.requires_grad(); };
-  check(!at::GradMode::is_enabled() ||
-            !(wants(dscores) || wants(q) || wants(k) || wants(weights)),
-        "index_scores: there is no second derivative; call backward without "
-        "create_graph");
+  refuse_second_derivative("index_scores", {dscores, q, k, weights});
   at::AutoDispatchBelowADInplaceOrView guard;
   return scores_backward_op().call(dscores, q, k, weights, start, end);
 }
@@ -236,11 +223,8 @@ at::Tensor scores_autocast(const at::Tensor& q, const at::Tensor& k,
                            const OptionalTensor& start,
                            const OptionalTensor& end) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return scores_op().call(
-      at::autocast::cached_cast(dtype, q, device),
-      at::autocast::cached_cast(dtype, k, device),
-      at::autocast::cached_cast(at::kFloat, weights, device), start, end);
+  const Casts<device> cast;
+  return scores_op().call(cast(q), cast(k), cast.sums(weights), start, end);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "longspan/ops/move_tokens.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -11,6 +10,7 @@
 #include "longspan/core/check.h"
 #include "longspan/kernels/cpu/move_runs.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/threads.h"
 
 namespace longspan {
@@ -175,10 +175,9 @@ at::Tensor call_move(const at::Tensor& source, int64_t axis,
                      const at::Tensor& runs, c10::SymInt target_tokens,
                      const at::Scalar& fill) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("longspan::move_tokens", "")
-          .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&,
-                            c10::SymInt, const at::Scalar&)>();
+      find_op<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&,
+                         c10::SymInt, const at::Scalar&)>(
+          "longspan::move_tokens");
   return op.call(source, axis, runs, std::move(target_tokens), fill);
 }
 

@@ -1,13 +1,13 @@
 #include "longspan/ops/rotate_channels.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/registering.h"
 
 namespace longspan {
 
@@ -77,9 +77,7 @@ at::Tensor rotate_meta(const at::Tensor& x, const at::Tensor& cos,
 }
 
 const auto& rotate_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("longspan::rotate_channels", "")
-                             .typed<decltype(rotate)>();
+  static const auto op = find_op<decltype(rotate)>("longspan::rotate_channels");
   return op;
 }
 

@@ -1,8 +1,6 @@
 #include "longspan/ops/select_keys.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,6 +10,7 @@
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/registering.h"
 #include "longspan/ops/selected_inputs.h"
 #include "longspan/ops/selection_cpu.h"
 #include "longspan/ops/selection_cuda.h"
@@ -201,13 +200,6 @@ Tensors3 score_backward_meta(const at::Tensor& dscores, const at::Tensor& q,
       at::empty_symint(weights.sym_sizes(), weights.options())};
 }
 
-template <class Function>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .typed<Function>();
-}
-
 const auto& select_op() {
   static const auto op =
       find_op<decltype(select_meta)>("longspan::select_keys");
@@ -304,11 +296,7 @@ at::Tensor score_autograd(const at::Tensor& q, const at::Tensor& k,
 Tensors3 score_backward_autograd(const at::Tensor& dscores, const at::Tensor& q,
                                  const at::Tensor& k, const at::Tensor& weights,
                                  const at::Tensor& indices, bool exact_dk) {
-  const auto wants = [](const at::Tensor& t) { return t.requires_grad(); };
-  check(!at::GradMode::is_enabled() ||
-            !(wants(dscores) || wants(q) || wants(k) || wants(weights)),
-        "score_selected: there is no second derivative; call backward without "
-        "create_graph");
+  refuse_second_derivative("score_selected", {dscores, q, k, weights});
   at::AutoDispatchBelowADInplaceOrView guard;
   return score_backward_op().call(dscores, q, k, weights, indices, exact_dk);
 }
@@ -327,12 +315,9 @@ Tensors2 select_autocast(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& end, c10::SymInt slots,
                          bool with_scores) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return select_op().call(
-      at::autocast::cached_cast(dtype, q, device),
-      at::autocast::cached_cast(dtype, k, device),
-      at::autocast::cached_cast(at::kFloat, weights, device), start, end,
-      std::move(slots), with_scores);
+  const Casts<device> cast;
+  return select_op().call(cast(q), cast(k), cast.sums(weights), start, end,
+                          std::move(slots), with_scores);
 }
 
 template <c10::DeviceType device, c10::DispatchKey key>
@@ -340,11 +325,8 @@ at::Tensor score_autocast(const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& weights,
                           const at::Tensor& indices) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return score_op().call(at::autocast::cached_cast(dtype, q, device),
-                         at::autocast::cached_cast(dtype, k, device),
-                         at::autocast::cached_cast(at::kFloat, weights, device),
-                         indices);
+  const Casts<device> cast;
+  return score_op().call(cast(q), cast(k), cast.sums(weights), indices);
 }
 
 }  // namespace
@@ -365,9 +347,6 @@ at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
 
 at::Tensor top_keys(const at::Tensor& scores, int64_t slots,
                     const at::Tensor& start, const at::Tensor& end) {
-  const auto optional = [](const at::Tensor& t) {
-    return t.defined() ? std::optional(t) : std::nullopt;
-  };
   return top_op().call(scores, slots, optional(start), optional(end));
 }
 

@@ -3,9 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <optional>
-
-#include "longspan/core/check.h"
 #include "longspan/kernels/ampere/selected_attention.h"
 #include "longspan/kernels/cuda/device.h"
 #include "longspan/kernels/hopper/selected_attention.h"
@@ -22,15 +19,6 @@ SelectedInputs aligned_inputs(SelectedInputs in) {
   return in;
 }
 
-/// Why the kernels cannot take it, or nothing.
-struct Reasons {
-  std::optional<std::string> not_hopper, not_ampere;
-
-  explicit Reasons(const SelectedAttentionArgs& args)
-      : not_hopper(hopper::why_not_attend_selected(args)),
-        not_ampere(ampere::why_not_attend_selected(args)) {}
-};
-
 }  // namespace
 
 PartialAttention attend_selected_cuda(const SelectedInputs& in) {
@@ -38,8 +26,8 @@ PartialAttention attend_selected_cuda(const SelectedInputs& in) {
   const SelectedInputs ready = aligned_inputs(in);
   SelectedForwardArgs args;
   ready.fill(args);
-  const Reasons reasons(args);
-  if (reasons.not_hopper && reasons.not_ampere) {
+  const bool on_hopper = !hopper::why_not_attend_selected(args);
+  if (!on_hopper && ampere::why_not_attend_selected(args)) {
     return attend_selected_composite(in);
   }
   auto sizes = in.q.sizes().vec();
@@ -50,8 +38,8 @@ PartialAttention attend_selected_cuda(const SelectedInputs& in) {
   args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
   args.out = array_of<void*>(answer.out);
   args.lse = array_of<void*>(answer.lse);
-  const auto run = reasons.not_hopper ? ampere::selected_attention_forward
-                                      : hopper::selected_attention_forward;
+  const auto run = on_hopper ? hopper::selected_attention_forward
+                             : ampere::selected_attention_forward;
   run(args, current_stream(in.q));
   return answer;
 }
@@ -79,11 +67,11 @@ SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
   return sums;
 }
 
-at::Tensor output_delta_cuda(const at::Tensor& out, const at::Tensor& dout) {
+at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout) {
   const c10::OptionalDeviceGuard guard(out.device());
   constexpr int kHopper = 90;
-  if (out.scalar_type() != at::kBFloat16 || out.size(-1) % 8 != 0 ||
-      device_generation() != kHopper) {
+  if (!out.is_cuda() || out.scalar_type() != at::kBFloat16 ||
+      out.size(-1) % 8 != 0 || device_generation() != kHopper) {
     const auto sums = accumulation_type(out.scalar_type());
     return (out.to(sums) * dout.to(sums)).sum(-1);
   }
@@ -98,18 +86,6 @@ at::Tensor output_delta_cuda(const at::Tensor& out, const at::Tensor& dout) {
                         .delta = array_of<float*>(delta)},
                        current_stream(out));
   return delta;
-}
-
-std::string which_selected_kernel(const SelectedInputs& in) {
-  const c10::OptionalDeviceGuard guard(in.q.device());
-  SelectedAttentionArgs args;
-  aligned_inputs(in).fill(args);
-  const Reasons reasons(args);
-  if (!reasons.not_hopper) return "hopper";
-  if (!reasons.not_ampere) {
-    return join("ampere, not hopper: ", *reasons.not_hopper);
-  }
-  return join("composite, not ampere: ", *reasons.not_ampere);
 }
 
 }  // namespace longspan

@@ -1,14 +1,9 @@
-#include "longspan/attention/selected_ops.h"
+#include "longspan/ops/registering.h"
 
 #include "longspan/core/check.h"
 #include "longspan/ops/partial_attention.h"
 
-namespace longspan::selected {
-
-void check_meta(const char* who, const at::Tensor& q) {
-  check(q.is_meta(), who, ": `layout` is on meta, which holds no values; ",
-        "keep what attention_layout made on the CPU");
-}
+namespace longspan {
 
 void refuse_second_derivative(const char* who,
                               const std::vector<at::Tensor>& tensors) {
@@ -35,11 +30,11 @@ at::Tensor empty_sums(const at::Tensor& q, int64_t dropped,
   auto sizes =
       q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - dropped)).vec();
   sizes.insert(sizes.end(), more.begin(), more.end());
-  return at::empty_symint(
-      sizes, q.options().dtype(accumulation_type(q.scalar_type())));
+  return at::empty_symint(sizes, sums_like(q));
 }
 
-at::Tensor empty_dsink(const OptionalTensor& sink, const at::Tensor& lse) {
+at::Tensor empty_dsink(const std::optional<at::Tensor>& sink,
+                       const at::Tensor& lse) {
   return at::empty_symint({sink ? sink->sym_size(0) : c10::SymInt(0)},
                           lse.options());
 }
@@ -53,4 +48,4 @@ at::Tensor empty_target(const at::Tensor& q, const at::Tensor& kv, bool listed,
                 : empty_sums(q, 2, {std::move(slots)});
 }
 
-}  // namespace longspan::selected
+}  // namespace longspan

@@ -3,19 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
+#include <optional>
 #include <vector>
 
-#include "longspan/attention/selected_run.h"
+namespace longspan {
 
-namespace longspan::selected {
-
-/// Small words that the operators of selected.h are registered with.
-
-inline void define(torch::Library& m, const char* schema) {
-  m.def(schema, {at::Tag::pt2_compliant_tag});
-}
+/// Small words that operators are registered with.
 
 template <class Function>
 auto find_op(const char* name) {
@@ -24,8 +18,8 @@ auto find_op(const char* name) {
       .typed<Function>();
 }
 
-inline OptionalTensor optional(const at::Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
+inline std::optional<at::Tensor> optional(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
 }
 
 /// Autocast's type for tokens, float32 for weights of the indexer.
@@ -40,9 +34,7 @@ struct Casts {
   }
 };
 
-/// That the call is traced, not run with a layout that lost its values.
-void check_meta(const char* who, const at::Tensor& q);
-
+/// For the derivative of a derivative; undefined tensors want nothing.
 void refuse_second_derivative(const char* who,
                               const std::vector<at::Tensor>& tensors);
 
@@ -52,8 +44,9 @@ at::Tensor empty_as(const at::Tensor& t);
 at::Tensor empty_out(const at::Tensor& q, int64_t value_dim);
 at::Tensor empty_sums(const at::Tensor& q, int64_t dropped,
                       std::vector<c10::SymInt> more);
-at::Tensor empty_dsink(const OptionalTensor& sink, const at::Tensor& lse);
+at::Tensor empty_dsink(const std::optional<at::Tensor>& sink,
+                       const at::Tensor& lse);
 at::Tensor empty_target(const at::Tensor& q, const at::Tensor& kv, bool listed,
                         c10::SymInt slots);
 
-}  // namespace longspan::selected
+}  // namespace longspan
