@@ -3,7 +3,8 @@
 #include <stdexcept>
 
 #include "longspan/kernels/ampere/selected_attention.h"
-#include "longspan/kernels/hopper/checks.h"
+#include "longspan/kernels/cuda/checks.h"
+#include "longspan/kernels/cuda/device.h"
 
 namespace longspan::ampere {
 
@@ -39,11 +40,11 @@ std::optional<std::string> why_not_attend_selected(
            std::to_string(args.value_dim) +
            " values (has multiples of 8 up to 576)";
   }
-  if (!hopper::fits_32_bits(args.rows * args.queries * args.heads) ||
-      !hopper::fits_32_bits(args.keys)) {
+  if (!fits_32_bits(args.rows * args.queries * args.heads) ||
+      !fits_32_bits(args.keys)) {
     return "more than 2^30 queries, heads or keys";
   }
-  if (!hopper::is_aligned(args.q) || !hopper::is_aligned(args.kv)) {
+  if (!is_aligned(args.q) || !is_aligned(args.kv)) {
     return "q or kv is not aligned to 16 bytes";
   }
   const int generation = device_generation();
@@ -60,9 +61,9 @@ void selected_attention_forward(const SelectedForwardArgs& args, void* stream) {
     throw std::invalid_argument("attend_selected: " + *reason);
   }
   auto* on = static_cast<cudaStream_t>(stream);
-  hopper::check_launch("attend_selected", args.type == ElementType::bfloat16
-                                              ? launch<__nv_bfloat16>(args, on)
-                                              : launch<__half>(args, on));
+  check_launch("attend_selected", args.type == ElementType::bfloat16
+                                      ? launch<__nv_bfloat16>(args, on)
+                                      : launch<__half>(args, on));
 }
 
 }  // namespace longspan::ampere

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "longspan/kernels/cuda/checks.h"
 #include "longspan/kernels/cuda/fold_parts.h"
 
 namespace longspan {
@@ -225,14 +226,6 @@ __global__ void __launch_bounds__(kThreads)
           Weights(args, row, token, head).lse;
     }
   }
-}
-
-/// Whether every query and head starts at a multiple of 16 bytes.
-template <class Pointer>
-bool is_aligned(const TokenArray<Pointer>& array) {
-  return reinterpret_cast<uintptr_t>(array.data) % 16 == 0 &&
-         array.row_stride % 8 == 0 && array.token_stride % 8 == 0 &&
-         array.head_stride % 8 == 0;
 }
 
 bool is_aligned(const FoldPartsArgs& args) {

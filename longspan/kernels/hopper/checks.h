@@ -1,14 +1,10 @@
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
+#include "longspan/kernels/cuda/checks.h"
 #include "longspan/kernels/cuda/device.h"
-#include "longspan/kernels/element.h"
 
 namespace longspan::hopper {
 
@@ -18,31 +14,6 @@ inline std::optional<std::string> why_not_here() {
   if (generation == 90) return std::nullopt;
   return "the device is of generation " + std::to_string(generation) +
          ", not 90";
-}
-
-inline int processor_count() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
-inline void check_launch(const char* who, cudaError_t error) {
-  if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // it is told here, and not to the next caller
-  throw std::runtime_error(std::string(who) + ": " + cudaGetErrorString(error));
-}
-
-inline bool fits_32_bits(int64_t count) {
-  return count <= (1 << 30);
-}
-
-/// Whether bfloat16 of every token and head start at a multiple of 16 bytes.
-template <class Pointer>
-bool is_aligned(const TokenArray<Pointer>& array) {
-  return reinterpret_cast<uintptr_t>(array.data) % 16 == 0 &&
-         array.row_stride % 8 == 0 && array.token_stride % 8 == 0 &&
-         array.head_stride % 8 == 0;
 }
 
 }  // namespace longspan::hopper
