@@ -14,6 +14,7 @@
 #include "longspan/ops/selected_cpu.h"
 #include "longspan/ops/selected_cuda.h"
 #include "longspan/ops/selected_inputs.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
@@ -246,6 +247,19 @@ at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
                             const SelectedOptions& options) {
   return weights_op().call(q, kv, indices, lse, optional(options.sink),
                            options.scale);
+}
+
+std::string which_selected_kernel(const at::Tensor& q, const at::Tensor& kv,
+                                  const at::Tensor& indices, int64_t value_dim,
+                                  SelectedWork work) {
+  check_selected("which_selected_kernel", q, kv, indices, {}, 1, value_dim);
+  if (q.is_cpu()) {
+    return describe_chosen_kernels(*element_type(q.scalar_type()));
+  }
+  check(q.is_cuda(), "which_selected_kernel: `q` is ", describe(q), " on ",
+        q.device().str(), "; there are kernels for the CPU and for CUDA");
+  return which_selected_kernel_cuda(
+      SelectedInputs::of(q, kv, indices, {}, 1, value_dim), work);
 }
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {

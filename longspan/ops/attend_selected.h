@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 namespace longspan {
 
 struct SelectedOptions {
@@ -53,5 +55,15 @@ SelectedGradients attend_selected_backward(
 at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
                             const at::Tensor& indices, const at::Tensor& lse,
                             const SelectedOptions& options);
+
+enum class SelectedWork { forward, backward, weights };
+
+/// Which kernel computes such a call, and why a faster one does not: "hopper",
+/// "ampere, not hopper: elements are not bfloat16". "torch" stands for its
+/// operators on some queries at a time.
+std::string which_selected_kernel(const at::Tensor& q, const at::Tensor& kv,
+                                  const at::Tensor& indices,
+                                  int64_t value_dim = 0,
+                                  SelectedWork work = SelectedWork::forward);
 
 }  // namespace longspan

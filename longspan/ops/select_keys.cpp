@@ -15,6 +15,7 @@
 #include "longspan/ops/selection_cpu.h"
 #include "longspan/ops/selection_cuda.h"
 #include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
@@ -348,6 +349,21 @@ at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
 at::Tensor top_keys(const at::Tensor& scores, int64_t slots,
                     const at::Tensor& start, const at::Tensor& end) {
   return top_op().call(scores, slots, optional(start), optional(end));
+}
+
+std::string which_indexer_kernel(const at::Tensor& q, const at::Tensor& k,
+                                 const at::Tensor& weights, int64_t slots,
+                                 IndexerWork work) {
+  constexpr const char* who = "which_indexer_kernel";
+  check_indexer(who, q, k, weights);
+  check_slots(who, slots);
+  if (q.is_cpu()) {
+    return describe_chosen_kernels(*element_type(q.scalar_type()));
+  }
+  check(q.is_cuda(), who, ": `q` is ", describe(q), " on ", q.device().str(),
+        "; there are kernels for the CPU and for CUDA");
+  return which_indexer_kernel_cuda(IndexerInputs::of(q, k, weights), slots,
+                                   work);
 }
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 namespace longspan {
 
 struct Selection {
@@ -48,5 +50,14 @@ at::Tensor top_keys(const at::Tensor& scores, int64_t slots,
 ///
 /// torch.ops.longspan.index_loss(scores, target)
 at::Tensor index_loss(const at::Tensor& scores, const at::Tensor& target);
+
+enum class IndexerWork { select, score, score_backward };
+
+/// Which kernel computes such a call, and why a faster one does not: "hopper",
+/// "ampere, not hopper: no kernel for 24 heads". "torch" stands for its
+/// operators on some queries at a time.
+std::string which_indexer_kernel(const at::Tensor& q, const at::Tensor& k,
+                                 const at::Tensor& weights, int64_t slots,
+                                 IndexerWork work = IndexerWork::select);
 
 }  // namespace longspan

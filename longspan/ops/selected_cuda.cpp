@@ -3,15 +3,42 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "longspan/core/check.h"
 #include "longspan/kernels/ampere/selected_attention.h"
 #include "longspan/kernels/cuda/device.h"
 #include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
 namespace {
+
+template <class Args>
+using Kernel =
+    CudaKernel<SelectedAttentionArgs, void (*)(const Args& args, void* stream)>;
+
+constexpr Kernel<SelectedForwardArgs> kForward[] = {
+    {"hopper", hopper::why_not_attend_selected,
+     hopper::selected_attention_forward},
+    {"ampere", ampere::why_not_attend_selected,
+     ampere::selected_attention_forward}};
+
+/// Torch's operators can add to keys in one order, our kernels cannot.
+template <auto why_not>
+std::optional<std::string> why_not_unordered(
+    const SelectedAttentionArgs& args) {
+  if (at::globalContext().deterministicAlgorithms()) {
+    return "it adds to keys in any order, and torch is told to be "
+           "deterministic";
+  }
+  return why_not(args);
+}
+
+constexpr Kernel<SelectedBackwardArgs> kBackward[] = {
+    {"hopper", why_not_unordered<hopper::why_not_attend_selected>,
+     hopper::selected_attention_backward}};
 
 SelectedInputs aligned_inputs(SelectedInputs in) {
   in.q = with_aligned_rows(in.q);
@@ -21,15 +48,30 @@ SelectedInputs aligned_inputs(SelectedInputs in) {
 
 }  // namespace
 
+std::string which_selected_kernel_cuda(const SelectedInputs& in,
+                                       SelectedWork work) {
+  const c10::OptionalDeviceGuard guard(in.q.device());
+  const SelectedInputs ready = aligned_inputs(in);
+  SelectedAttentionArgs args;
+  ready.fill(args);
+  switch (work) {
+    case SelectedWork::forward:
+      return describe_first_able(kForward, args);
+    case SelectedWork::backward:
+      return describe_first_able(kBackward, args);
+    case SelectedWork::weights:
+      return "torch";
+  }
+  throw InternalError("which_selected_kernel: unknown work");
+}
+
 PartialAttention attend_selected_cuda(const SelectedInputs& in) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const SelectedInputs ready = aligned_inputs(in);
   SelectedForwardArgs args;
   ready.fill(args);
-  const bool on_hopper = !hopper::why_not_attend_selected(args);
-  if (!on_hopper && ampere::why_not_attend_selected(args)) {
-    return attend_selected_composite(in);
-  }
+  const auto* kernel = first_able(kForward, args);
+  if (kernel == nullptr) return attend_selected_composite(in);
   auto sizes = in.q.sizes().vec();
   sizes.back() = in.value_dim;
   const PartialAttention answer{
@@ -38,9 +80,7 @@ PartialAttention attend_selected_cuda(const SelectedInputs& in) {
   args.sink = in.sink.defined() ? in.sink.const_data_ptr() : nullptr;
   args.out = array_of<void*>(answer.out);
   args.lse = array_of<void*>(answer.lse);
-  const auto run = on_hopper ? hopper::selected_attention_forward
-                             : ampere::selected_attention_forward;
-  run(args, current_stream(in.q));
+  kernel->run(args, current_stream(in.q));
   return answer;
 }
 
@@ -48,14 +88,11 @@ SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
                                            const SelectedResult& result) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const SelectedInputs ready = aligned_inputs(in);
-  const at::Tensor dout = with_aligned_rows(result.dout);
   SelectedBackwardArgs args;
   ready.fill(args);
-  // The kernel adds to keys in any order; torch's operators can keep one.
-  if (at::globalContext().deterministicAlgorithms() ||
-      hopper::why_not_attend_selected(args)) {
-    return attend_selected_backward_composite(in, result);
-  }
+  const auto* kernel = first_able(kBackward, args);
+  if (kernel == nullptr) return attend_selected_backward_composite(in, result);
+  const at::Tensor dout = with_aligned_rows(result.dout);
   const SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
                           at::zeros(in.kv.sizes(), sums_like(in.kv))};
   args.dout = array_of<const void*>(dout);
@@ -63,7 +100,7 @@ SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
   args.delta = array_of<const void*>(result.delta);
   args.dq = array_of<void*>(sums.dq);
   args.dkv = array_of<void*>(sums.dkv);
-  hopper::selected_attention_backward(args, current_stream(in.q));
+  kernel->run(args, current_stream(in.q));
   return sums;
 }
 

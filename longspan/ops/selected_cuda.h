@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "longspan/ops/selected_composite.h"
 
 namespace longspan {
@@ -9,6 +11,10 @@ namespace longspan {
 PartialAttention attend_selected_cuda(const SelectedInputs& in);
 SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
                                            const SelectedResult& result);
+
+/// What which_selected_kernel says of tensors on CUDA.
+std::string which_selected_kernel_cuda(const SelectedInputs& in,
+                                       SelectedWork work);
 
 /// The sum over channels of out * dout, [B, Tq, H] in the accumulation type, on
 /// any device.

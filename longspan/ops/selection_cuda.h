@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+
+#include "longspan/ops/select_keys.h"
 #include "longspan/ops/selection_composite.h"
 
 namespace longspan {
@@ -9,6 +12,10 @@ namespace longspan {
 void select_keys_cuda(const IndexerInputs& in, const at::Tensor& start,
                       const at::Tensor& end, at::Tensor& indices,
                       at::Tensor& scores);
+
+/// What which_indexer_kernel says of tensors on CUDA.
+std::string which_indexer_kernel_cuda(const IndexerInputs& in, int64_t slots,
+                                      IndexerWork work);
 
 /// False where no kernel takes it. Tensors are contiguous.
 bool top_keys_on_device(const at::Tensor& scores, const at::Tensor& start,

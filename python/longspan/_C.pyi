@@ -365,6 +365,12 @@ def which_kernel(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+def which_selected_kernel(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, value_dim: int, work: str
+) -> str: ...
+def which_indexer_kernel(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, slots: int, work: str
+) -> str: ...
 
 class SelectionComparison:
     @property

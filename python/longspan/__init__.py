@@ -77,6 +77,8 @@ from longspan.selected import (
     select_keys,
     selected_weights,
     top_keys,
+    which_indexer_kernel,
+    which_selected_kernel,
 )
 
 __all__ = [
@@ -149,7 +151,9 @@ __all__ = [
     "tiles",
     "top_keys",
     "unshard",
+    "which_indexer_kernel",
     "which_kernel",
+    "which_selected_kernel",
     "window_lists",
     "work_of",
     "work_per_rank",

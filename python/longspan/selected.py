@@ -272,6 +272,34 @@ def compare_selections(
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
 
+def which_selected_kernel(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    value_dim: int | None = None,
+    work: str = "forward",
+) -> str:
+    """Which kernel computes `attend_selected` of such tensors on one rank, and why a
+    faster one does not: "amx", "hopper", "ampere, not hopper: elements are not
+    bfloat16". "torch" stands for its operators on some queries at a time. `work` is
+    "forward", "backward" or "weights" (`selected_weights`)."""
+    return _C.which_selected_kernel(q, kv, indices, 0 if value_dim is None else value_dim, work)
+
+
+def which_indexer_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    slots: int,
+    work: str = "select",
+) -> str:
+    """The same for an indexer: `work` is "select" (`select_keys`), "score"
+    (`score_selected`) or "score_backward"."""
+    return _C.which_indexer_kernel(q, k, weights, slots, work)
+
+
 def _group(group: Any) -> Group:
     return _ALONE if group is None else Group.of(group)
 

@@ -78,3 +78,21 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         result = run(level.name)
         assert result.returncode != 0
         assert f"`{level.name}`, but {level.why_not}; this CPU can run" in result.stderr
+
+
+def test_selected_keys_name_their_kernel() -> None:
+    q, kv, lists = torch.randn(3, 4, 16), torch.randn(5, 16), torch.zeros(3, 2).int()
+    w = torch.ones(3, 4)
+    dense = longspan.which_kernel(q.unsqueeze(0), q.unsqueeze(0), q.unsqueeze(0))
+    for work in ("forward", "backward", "weights"):
+        assert longspan.which_selected_kernel(q, kv, lists, value_dim=8, work=work) == dense
+    for work in ("select", "score", "score_backward"):
+        assert longspan.which_indexer_kernel(q, kv, w, slots=2, work=work) == dense
+    with pytest.raises(ValueError, match="expected one of forward, backward, weights"):
+        longspan.which_selected_kernel(q, kv, lists, work="sideways")
+    with pytest.raises(ValueError, match="expected one of select, score, score_backward"):
+        longspan.which_indexer_kernel(q, kv, w, slots=2, work="sideways")
+    with pytest.raises(ValueError, match="on meta; there are kernels for the CPU and for CUDA"):
+        longspan.which_selected_kernel(q.to("meta"), kv.to("meta"), lists.to("meta"))
+    with pytest.raises(ValueError, match="the channels differ"):
+        longspan.which_selected_kernel(q, kv[:, :3], lists)

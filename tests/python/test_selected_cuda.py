@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle.selected_attention import attention, greatest, index_scores
 
-import longspan  # noqa: F401  (registers the operators)
+import longspan
 
 pytestmark = pytest.mark.cuda
 ops = torch.ops.longspan
@@ -155,3 +155,152 @@ def test_rows_off_the_grid_of_sixteen_bytes_are_copied() -> None:
     shifted = room[1 : 1 + 900 * 577].view(900, 577)[:, :576]
     shifted.copy_(kv)
     assert torch.equal(ops.attend_selected(a, shifted, indices, sink, 0.05, 512)[0], want)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_a_rank_has_the_bits_of_one_rank(ranks: int) -> None:
+    """Every rank's queries over the keys of all, as after a gather."""
+    tokens, slots = 420, 96
+    g = torch.Generator("cuda").manual_seed(ranks)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=g, device="cuda").bfloat16()
+
+    iq, ik, w = normal(tokens, 32, 128), normal(tokens, 128), normal(tokens, 32).float()
+    q, kv, dout = normal(tokens, 64, 576), normal(tokens, 576), normal(tokens, 64, 512)
+    end = torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
+    start = end // 200 * 100  # documents
+
+    def layer(own: Any) -> list[torch.Tensor]:
+        mine = [t[own] for t in (iq, w, start, end, q, dout)]
+        scores, lists = ops.select_keys(mine[0], ik, *mine[1:4], slots, True)
+        out, lse = ops.attend_selected(mine[4], kv, lists, None, 0.05, 512)
+        back = ops.attend_selected_backward
+        dq, dkv, _ = back(mine[5], mine[4], kv, lists, None, out, lse, 0.05, 512, True)
+        return [scores, lists, out, lse, dq, dkv]
+
+    whole = layer(slice(None))
+    sums = torch.zeros_like(whole[5])
+    for owners in (
+        longspan.Ownership.head_tail(tokens, ranks),
+        longspan.Ownership.contiguous(tokens, ranks),
+    ):
+        sums.zero_()
+        for rank in range(ranks):
+            own = owners.tokens_of(rank).cuda()
+            *rows, dkv = layer(own)
+            for a, b in zip(rows, whole, strict=False):
+                assert torch.equal(a, b[own])
+            sums += dkv
+        torch.testing.assert_close(sums, whole[5], rtol=1e-4, atol=1e-4)
+
+
+def test_answers_over_parts_of_the_lists_merge() -> None:
+    q, kv, indices, _, _ = attending(40, 64, 576, 192)
+    whole = ops.attend_selected(q, kv, indices, None, 0.05, 512)
+    parts = [
+        ops.attend_selected(q, kv, part.contiguous(), None, 0.05, 512)
+        for part in indices.split([70, 122], -1)
+    ]
+    out, lse = longspan.merge(*parts[0], *parts[1])
+    blind = whole[1].isneginf()
+    assert blind.any() and torch.equal(lse.isneginf(), blind)
+    torch.testing.assert_close(lse[~blind], whole[1][~blind], rtol=1e-6, atol=1e-6)
+    assert (out.float() - whole[0].float()).norm() < 4e-3 * whole[0].float().norm()
+
+
+def test_large_heads_are_one_graph() -> None:
+    """The kernels behind torch.compile, with its own code around them."""
+
+    def layer(q: Any, kv: Any, iq: Any, ik: Any, w: Any, start: Any, end: Any) -> Any:
+        scores, lists = ops.select_keys(iq, ik, w, start, end, 64, True)
+        out, lse = ops.attend_selected(q * 1.5, kv, lists, None, 0.05, 512)
+        target = ops.selected_weights(q * 1.5, kv, lists, lse, None, 0.05)
+        return (out.float() ** 2).mean() + ops.index_loss(scores, target).mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (129, 300):
+        iq, ik, w, _, _ = indexer(tokens, tokens, 32, 128, seed=tokens)
+        g = torch.Generator("cuda").manual_seed(tokens)
+        q = torch.randn(tokens, 64, 576, generator=g, device="cuda").bfloat16()
+        kv = torch.randn(tokens, 576, generator=g, device="cuda").bfloat16()
+        end = torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
+        both = []
+        for run in (layer, compiled):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, kv, iq, ik, w)]
+            loss = run(*leaves, torch.zeros_like(end), end)
+            loss.backward()
+            both.append([loss.detach(), *(t.grad for t in leaves)])
+        for a, b in zip(*both, strict=True):
+            assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    tokens, heads, dim, slots = 65536, 128, 576, 64
+    g = torch.Generator("cuda").manual_seed(5)
+    q = torch.randn(tokens, heads, dim, generator=g, device="cuda", dtype=torch.bfloat16)
+    assert q.numel() > 2**32
+    kv = torch.randn(tokens, dim, generator=g, device="cuda", dtype=torch.bfloat16)
+    lists = torch.randint(0, tokens, (tokens, slots), generator=g, device="cuda")
+    lists = lists.sort(-1).values.int()
+    dout = torch.randn(tokens, heads, 512, generator=g, device="cuda", dtype=torch.bfloat16)
+    out, lse = ops.attend_selected(q, kv, lists, None, 0.05, 512)
+    back = ops.attend_selected_backward
+    dq, dkv, _ = back(dout, q, kv, lists, None, out, lse, 0.05, 512, True)
+    sums = torch.zeros_like(dkv)
+    for first in range(0, tokens, 16384):  # each below 2**31
+        some = slice(first, first + 16384)
+        own = [t[some].clone() for t in (q, lists, dout)]
+        part, part_lse = ops.attend_selected(own[0], kv, own[1], None, 0.05, 512)
+        assert torch.equal(part, out[some]) and torch.equal(part_lse, lse[some])
+        more = back(own[2], own[0], kv, own[1], None, part, part_lse, 0.05, 512, True)
+        assert torch.equal(more[0], dq[some])
+        sums += more[1]
+    assert (dkv - sums).norm() < 1e-5 * sums.norm()
+    del q, out, dout, dq, dkv, sums
+    scores = torch.randn(40000, tokens, generator=g, device="cuda")
+    assert scores.numel() > 2**31
+    chosen = ops.top_keys(scores, slots, None, None)
+    for some in (slice(0, 4), slice(32764, 32772), slice(39996, 40000)):
+        rows = scores[some].cpu()
+        start = torch.zeros(len(rows), dtype=torch.int32)
+        want = greatest(rows, slots, start, start + tokens)
+        assert torch.equal(chosen[some].cpu(), want)
+
+
+def test_the_indexer_takes_little_more_than_its_answer() -> None:
+    tokens, slots = 16384, 2048
+    q, k, w, _, _ = indexer(tokens, tokens, 32, 128)
+    end = torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
+    start = torch.zeros_like(end)
+    ops.select_keys(q, k, w, start, end, slots, False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ops.select_keys(q, k, w, start, end, slots, False)
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown <= tokens * slots * 4 + (64 << 20)
+
+
+def test_every_kernel_says_why_it_does_not_run() -> None:
+    q, kv, indices, _, _ = attending(4, 64, 576, 64)
+    iq, ik, w, _, _ = indexer(4, 40, 32, 128)
+    which, indexing = longspan.which_selected_kernel, longspan.which_indexer_kernel
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert which(q, kv, indices, value_dim=512) == "hopper"
+        assert which(q, kv, indices, value_dim=512, work="backward") == "hopper"
+        assert indexing(iq, ik, w, slots=64) == "hopper"
+    half = which(q.half(), kv.half(), indices, value_dim=512)
+    assert half == "ampere, not hopper: elements are not bfloat16"
+    assert which(q[..., :72], kv[..., :72], indices).startswith("ampere, not hopper: no kernel for")
+    odd = which(q[..., :70], kv[..., :70], indices)
+    assert odd.startswith("torch, not hopper: ") and "; not ampere: no kernel for 70" in odd
+    assert "neither bfloat16 nor float16" in which(q.float(), kv.float(), indices)
+    assert "not hopper: " in indexing(iq[:, :24], ik, w[:, :24], slots=64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        told = which(q, kv, indices, value_dim=512, work="backward")
+        assert told.startswith("torch, not hopper: ") and "deterministic" in told
+    finally:
+        torch.use_deterministic_algorithms(False)
