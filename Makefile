@@ -83,10 +83,9 @@ bench: build
 bench-cuda: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/ring_share.py $(BUILD)
 
-bench-gpu:
-	@bench/hopper/build build/hopper
-	@build/hopper/hopper_harness check-select check-forward check-generic check-backward \
-	  time-select-all time-forward-all time-backward-all
+# Selected keys on a GPU, with what it prints kept in bench/results.
+bench-gpu: build
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/selected_gpu.py --save bench/results
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan

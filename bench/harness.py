@@ -70,17 +70,25 @@ def kernel_name() -> str:
     return " and ".join(dict.fromkeys(name.split(",")[0] for name in names))
 
 
+def commit() -> str:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
+def versions() -> str:
+    return (
+        f"versions: torch {torch.__version__}, Python {platform.python_version()}, "
+        f"longspan {longspan.__version__}"
+    )
+
+
 def report(rows: Sequence[Row], title: str, threads: str, command: str = "make bench") -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     lines = [
         f"# {title}",
         "",
-        f"- date: {datetime.date.today()}, commit: {commit}",
+        f"- date: {datetime.date.today()}, commit: {commit()}",
         f"- command: `{command}`, {threads}, {cpu_name()}, kernels: {kernel_name()}",
-        f"- versions: torch {torch.__version__}, Python {platform.python_version()}, "
-        f"longspan {longspan.__version__}",
+        f"- {versions()}",
         "",
         "| work | answer | ours | compared with | ratio | bar | met |",
         "| --- | --- | --- | --- | --- | --- | --- |",
