@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "longspan/comm/group.h"
@@ -40,6 +42,16 @@ class HeadTrade {
                                     const std::string& purpose) const;
 
  private:
+  /// Of a part, what concerns a member.
+  using Piece = std::function<at::Tensor(std::size_t part, int member)>;
+
+  /// Sends given(.., m) to each member m in one message, and puts what m sent
+  /// into target(.., m), or adds it, in member order.
+  void trade(const std::vector<Part>& parts, const Piece& given,
+             const Piece& target, bool adds, const std::string& purpose) const;
+
+  /// The tokens of a member among all of the team.
+  TokenRange tokens_of(int member) const;
   HeadShare share_of(int member) const;
   int64_t count(Kind kind) const;
   TokenRange range(const HeadShare& share, Kind kind) const;

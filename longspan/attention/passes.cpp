@@ -8,6 +8,7 @@
 #include "longspan/comm/exchange.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/fold.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
@@ -52,11 +53,7 @@ KeyBlock pack_keys(const AttentionInputs& in) {
 /// they lie together.
 at::Tensor cut(const at::Tensor& array, const std::vector<TokenRange>& held,
                const std::vector<TokenRange>& wanted) {
-  std::vector<at::Tensor> pieces;
-  for (TokenRange place : places_in(held, wanted)) {
-    pieces.push_back(array.narrow(0, place.begin, place.size()));
-  }
-  return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
+  return join_ranges(array, places_in(held, wanted));
 }
 
 /// Where in a step's keys those lie whose gradients go home.

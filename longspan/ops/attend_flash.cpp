@@ -6,6 +6,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/ops/even_heads.h"
+#include "longspan/ops/token_arrays.h"
 
 namespace longspan {
 
@@ -66,12 +67,8 @@ std::vector<TokenRange> runs(const Batch& batch,
 /// them follow one another.
 at::Tensor joined(const at::Tensor& tensor, const Batch& batch,
                   TokenRange FusedSegment::* side) {
-  const at::Tensor row = tensor.select(0, batch.segments[0].row);
-  std::vector<at::Tensor> pieces;
-  for (TokenRange range : runs(batch, side)) {
-    pieces.push_back(row.narrow(0, range.begin, range.size()));
-  }
-  return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
+  return join_ranges(tensor.select(0, batch.segments[0].row),
+                     runs(batch, side));
 }
 
 /// Offsets of the segments, on the device, and the longest.
@@ -94,23 +91,15 @@ Offsets offsets_of(const Batch& batch, TokenRange FusedSegment::* side,
   return made;
 }
 
-std::optional<int64_t> bound(int64_t keys) {
-  return keys < 0 ? std::nullopt : std::optional<int64_t>(keys);
-}
-
-/// The window as flash takes it: -1 without a bound.
+/// The window as flash takes it: -1 without a bound, and both without where it
+/// is causal, which flash is told by itself.
 struct Window {
   bool causal;
-  std::optional<int64_t> left, right;
+  int64_t left, right;
   explicit Window(const FusedSegment& segment)
       : causal(segment.is_causal()),
-        left(causal ? std::nullopt : bound(segment.left)),
-        right(causal ? std::nullopt : bound(segment.right)) {
-    if (left.has_value() != right.has_value()) {
-      left = left.value_or(-1);
-      right = right.value_or(-1);
-    }
-  }
+        left(causal ? -1 : std::max<int64_t>(segment.left, -1)),
+        right(causal ? -1 : std::max<int64_t>(segment.right, -1)) {}
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "longspan/ops/token_arrays.h"
 
+#include <ATen/ATen.h>
+
 namespace longspan {
 
 at::Tensor with_contiguous_channels(const at::Tensor& tensor) {
@@ -17,6 +19,15 @@ at::Tensor with_aligned_rows(const at::Tensor& tensor) {
     aligned = aligned && tensor.stride(i) * element % kBytes == 0;
   }
   return aligned ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor join_ranges(const at::Tensor& tensor,
+                       const std::vector<TokenRange>& ranges) {
+  std::vector<at::Tensor> pieces;
+  for (TokenRange range : ranges) {
+    pieces.push_back(tensor.narrow(0, range.begin, range.size()));
+  }
+  return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
 }
 
 std::optional<ElementType> element_type(at::ScalarType dtype) {

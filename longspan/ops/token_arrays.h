@@ -4,8 +4,10 @@
 
 #include <optional>
 #include <type_traits>
+#include <vector>
 
 #include "longspan/core/check.h"
+#include "longspan/core/token_range.h"
 #include "longspan/kernels/attention.h"
 #include "longspan/ops/checks.h"
 
@@ -20,6 +22,10 @@ at::Tensor with_contiguous_channels(const at::Tensor& tensor);
 /// The same where every row of channels also starts at a multiple of 16 bytes,
 /// as kernels on CUDA read them.
 at::Tensor with_aligned_rows(const at::Tensor& tensor);
+
+/// Ranges of the first axis, one after another; a view where there is only one.
+at::Tensor join_ranges(const at::Tensor& tensor,
+                       const std::vector<TokenRange>& ranges);
 
 /// What kernels call a dtype; nothing where they have no such elements.
 std::optional<ElementType> element_type(at::ScalarType dtype);
