@@ -19,10 +19,10 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "longspan/kernels/attention.h"
+#include "longspan/kernels/threads.h"
 
 namespace {
 
@@ -186,19 +186,6 @@ class Problem {
   std::vector<float> dkv_, lse_, delta_, weights_;
   std::vector<int32_t> indices_;
 };
-
-ParallelFor on_threads(int64_t threads) {
-  if (threads == 1) return serial_for;
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
-}
 
 void run(Problem& problem, int direction, const AttentionKernels& kernels,
          const ParallelFor& threads) {

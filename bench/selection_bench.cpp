@@ -18,10 +18,10 @@
 #include <functional>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "longspan/kernels/attention.h"
+#include "longspan/kernels/threads.h"
 
 namespace {
 
@@ -41,19 +41,6 @@ uint16_t bfloat16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-ParallelFor on_threads(int64_t threads) {
-  if (threads == 1) return serial_for;
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
 }
 
 class Problem {

@@ -15,10 +15,10 @@
 #include <cstring>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "longspan/kernels/attention.h"
+#include "longspan/kernels/threads.h"
 
 namespace {
 
@@ -133,19 +133,6 @@ class Problem {
   std::vector<float> out_, lse_, delta_, dq_, dk_, dv_;
   std::vector<KeyLines> lines_;
 };
-
-ParallelFor on_threads(int64_t threads) {
-  if (threads == 1) return serial_for;
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
-}
 
 /// The largest difference to the portable kernel's answer on a small problem.
 double difference(const AttentionKernels& kernels, ElementType type,

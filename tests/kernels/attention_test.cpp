@@ -1,8 +1,7 @@
 #include "longspan/kernels/attention.h"
+#include "longspan/kernels/threads.h"
 
 #include <gtest/gtest.h>
-
-#include <thread>
 
 #include "tests/kernels/attention_answers.h"
 #include "tests/support/property.h"
@@ -85,19 +84,6 @@ TEST_P(Attention, OverHalvesOfTheKeysMergesToTheWhole) {
                     std::string(kernels.name));
     }
   }
-}
-
-/// `threads` real ones, each with one run of items.
-ParallelFor on_threads(int64_t threads) {
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
 }
 
 void expect_same_bits_on_threads(const AttentionCase& c, ElementType type,

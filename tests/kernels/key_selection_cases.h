@@ -3,28 +3,15 @@
 #include <cmath>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "longspan/kernels/attention.h"
+#include "longspan/kernels/threads.h"
 #include "tests/kernels/attention_cases.h"
 #include "tests/oracle/key_selection.h"
 #include "tests/support/attention_arrays.h"
 
 namespace longspan::test {
-
-/// `threads` real ones, each with one run of items.
-inline ParallelFor on_threads(int64_t threads) {
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
-}
 
 /// Windows [start, end) of each query, the same in every row.
 struct SelectionCase {

@@ -250,8 +250,7 @@ TEST(KeySelectionEdges, DerivativesOfManyRoundsAreAdded) {
   for (const AttentionKernels& kernels : attention_kernels()) {
     const auto run = [&](int64_t threads) {
       return score_backward(kernels.selection, arrays, c.slots, lists, changes,
-                            test::Strides::contiguous,
-                            test::on_threads(threads), 2);
+                            test::Strides::contiguous, on_threads(threads), 2);
     };
     const auto one = run(1), several = run(5);
     test::expect_near(one.dq.values(), exact.dq, 1e-10, "dq");

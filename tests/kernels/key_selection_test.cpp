@@ -10,7 +10,6 @@ namespace longspan {
 namespace {
 
 using oracle::at;
-using test::on_threads;
 using test::Selected;
 using test::SelectionArrays;
 using test::SelectionCase;

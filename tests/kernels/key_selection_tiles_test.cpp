@@ -46,7 +46,7 @@ TEST_P(TileSelection, IsAStableSortOfItsOwnScores) {
   const Values all = score_all(emulated(), arrays).scores;
   for (int64_t threads : {1, 3}) {
     const Selected selected =
-        select(emulated(), arrays, c.slots, test::on_threads(threads));
+        select(emulated(), arrays, c.slots, on_threads(threads));
     EXPECT_EQ(score(emulated(), arrays, c.slots, selected.indices), selected);
     const std::vector<int32_t> start = starts_of(c), end = ends_of(c);
     for (int64_t i = 0; i < c.rows * c.queries; ++i) {
@@ -91,7 +91,7 @@ TEST_P(TileSelection, IsAsExactAsAPlainComputation) {
   const auto good = oracle::key_score_gradients<double>(arrays.problem, c.slots,
                                                         lists, changes);
   const auto got = score_backward(emulated(), arrays, c.slots, lists, changes,
-                                  c.strides, test::on_threads(3));
+                                  c.strides, on_threads(3));
   const auto expect = [&](const test::Array& array, const Values& values) {
     test::expect_near(array.values(), values,
                       64 * bit * std::max(1.0, test::largest(values)),

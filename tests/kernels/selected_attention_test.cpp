@@ -1,8 +1,7 @@
 #include "longspan/kernels/selected_attention.h"
+#include "longspan/kernels/threads.h"
 
 #include <gtest/gtest.h>
-
-#include <thread>
 
 #include "tests/kernels/selected_cases.h"
 
@@ -43,19 +42,6 @@ TEST_P(SelectedAttention, IsAsExactAsAPlainComputationInEveryTypeAndKernel) {
       EXPECT_TRUE(gaps_kept(arrays)) << who;
     }
   }
-}
-
-/// `threads` real ones, each with one run of items.
-ParallelFor on_threads(int64_t threads) {
-  return [=](int64_t items, int64_t /*grain*/, const auto& body) {
-    std::vector<std::thread> running;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t begin = items * t / threads;
-      const int64_t end = items * (t + 1) / threads;
-      if (begin < end) running.emplace_back([=, &body] { body(begin, end); });
-    }
-    for (std::thread& thread : running) thread.join();
-  };
 }
 
 TEST_P(SelectedAttention, GivesTheSameBitsOnAnyNumberOfThreads) {

@@ -164,7 +164,7 @@ TEST(TopKeys, StayInsideTheirWindows) {
     for (const AttentionKernels& kernels : attention_kernels()) {
       for (int64_t threads : {1, 2, 5}) {
         EXPECT_EQ(top_keys(kernels, scores, queries, stride, keys, slots, start,
-                           end, test::on_threads(threads)),
+                           end, on_threads(threads)),
                   expected)
             << kernels.name << " " << kind.name;
       }

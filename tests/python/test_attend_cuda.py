@@ -13,8 +13,9 @@ import pytest
 import test_attend
 import torch
 import torch.multiprocessing
+from layouts import ownerships
 from oracle.dense_attention import Answer, dense_attention, dense_by_formula, visible_pairs
-from test_attend import CASES, Case, Inputs, attend_on, complaints, joined, one, ownerships
+from test_attend import CASES, Case, Inputs, attend_on, complaints, joined, one
 
 import longspan
 from longspan import Group, Mask, Ownership, Packing

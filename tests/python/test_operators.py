@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import listed_keys as slow
 from oracle.dense_attention import dense_attention
+from oracle.selected_attention import index_scores
 
 import longspan
 
@@ -261,7 +262,7 @@ def test_every_key_has_a_score(windowed: bool) -> None:
     q, k, w = (t.requires_grad_() for t in index_inputs())
     start, end = index_windows() if windowed else (None, None)
     scores = longspan.index_scores(q, k, w, start=start, end=end)
-    dense = torch.stack([slow.index_scores(q[b], k[b], w[b]) for b in range(2)])
+    dense = torch.stack([index_scores(q[b], k[b], w[b]) for b in range(2)])
     if start is not None and end is not None:
         key = torch.arange(6)
         hidden = (key < start[..., None]) | (key >= end[..., None])

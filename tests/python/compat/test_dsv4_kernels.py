@@ -5,6 +5,8 @@ import torch
 from compat_support import dsv4, dsv4_kernels
 from longspan.compat.nemo import strict
 from oracle import listed_keys as slow
+from oracle.selected_attention import forward as attend_listed
+from oracle.selected_attention import index_scores
 
 import longspan
 
@@ -179,7 +181,10 @@ def attention_inputs(dtype=torch.float64):
 
 
 def expected_attention(q, kv, sinks, idxs, scale):
-    rows = [slow.attend_listed(q[b], kv[b], idxs[b], scale, 6, sinks)[0] for b in range(2)]
+    rows = [
+        attend_listed(q[b], kv[b], idxs[b], scale=scale, value_dim=6, sink=sinks)[0]
+        for b in range(2)
+    ]
     return torch.stack(rows)
 
 
@@ -297,7 +302,7 @@ def scores_of(inputs, backend, **more):
 
 def expected_scores(inputs):
     q, k, w = inputs
-    return torch.stack([slow.index_scores(q[b], k[b], w[b]) * 0.5 for b in range(2)])
+    return torch.stack([index_scores(q[b], k[b], w[b]) * 0.5 for b in range(2)])
 
 
 @pytest.mark.parametrize("backend", PLAIN)

@@ -7,6 +7,8 @@ import torch
 from compat_support import kernels
 from longspan.compat.nemo import strict
 from oracle import listed_keys as slow
+from oracle.selected_attention import forward as attend_listed
+from oracle.selected_attention import greatest, index_scores
 
 NEVER = float("-inf")
 
@@ -25,8 +27,9 @@ def indexer_inputs(queries=8, keys=8, heads=3, channels=4, dtype=torch.float64):
 
 
 def expected_keys(q, k, w, windows, slots):
-    scores = slow.index_scores(q.double(), k.double(), w.double())
-    return [slow.top_keys(scores[t], *windows[t], slots) for t in range(q.shape[0])]
+    scores = index_scores(q.double(), k.double(), w.double())
+    start, end = torch.tensor(windows).unbind(-1)
+    return greatest(scores, slots, start, end).tolist()
 
 
 # The indexer.
@@ -78,7 +81,7 @@ def test_the_seam_has_scores_with_gradients():
     windows = list(zip(starts.tolist(), ends.clamp(max=8).tolist(), strict=True))
     assert indices.tolist() == expected_keys(q, k, w, windows, 4)
     assert scores.shape == indices.shape == (8, 4)
-    dense = slow.index_scores(q, k, w)
+    dense = index_scores(q, k, w)
     listed = dense.gather(1, indices.long().clamp(min=0)).masked_fill(indices < 0, NEVER)
     assert torch.allclose(scores, listed)
     assert (scores[3] == NEVER).all()  # no keys in its window
@@ -179,7 +182,7 @@ def test_latent_attention_is_projected_to_values():
     q, kv, lists, w_vc = mla_inputs()
     inputs = [t.requires_grad_() for t in (q, kv, w_vc)]
     out = kernels.tilelang_sparse_attention(q, kv, lists, w_vc, 0.3)
-    latent, _ = slow.attend_listed(q, kv[:, 0], lists[:, 0], 0.3, 5)
+    latent, _ = attend_listed(q, kv[:, 0], lists[:, 0], scale=0.3, value_dim=5)
     expected = torch.einsum("thc,hdc->thd", latent, w_vc)
     assert out.shape == (6, 2, 4)
     assert torch.allclose(out, expected)
@@ -229,7 +232,9 @@ def test_a_layer_is_dense_attention_without_absorption():
 def test_the_seam_returns_a_natural_logarithm(dtype):
     q, kv, lists, _ = mla_inputs(dtype)
     out, lse = kernels._slime_sparse_mla.apply(q, kv, lists, 0.3, 5)
-    expected, sums = slow.attend_listed(q.double(), kv[:, 0].double(), lists[:, 0], 0.3, 5)
+    expected, sums = attend_listed(
+        q.double(), kv[:, 0].double(), lists[:, 0], scale=0.3, value_dim=5
+    )
     near = {"atol": 1e-12} if dtype == torch.float64 else {"atol": 2e-2, "rtol": 2e-2}
     assert out.dtype == dtype
     assert torch.allclose(out.double(), expected, **near)
