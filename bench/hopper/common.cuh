@@ -199,5 +199,11 @@ void time_forward(bool all);
 void check_backward();
 void check_few_backward();
 void time_backward(bool all);
+void check_scores();
+void check_few_scores();
+void time_scores(bool all);
+void check_generic_select();
+void check_few_generic_selections();
+void time_generic_select(bool all);
 
 }  // namespace longspan::bench
