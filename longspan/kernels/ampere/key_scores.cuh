@@ -28,21 +28,45 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-/// kThreads threads bring `rows` rows of `dim` channels; row_at(i) is where row
-/// i starts, null: zeros.
-template <int kThreads, int kDepth, class Element, class RowAt>
-__device__ __forceinline__ void copy_rows(Element* to, int rows, int dim,
-                                          const Element* any,
-                                          const RowAt& row_at) {
-  constexpr int kPieces = kDepth / 8;
-  const int c = static_cast<int>(threadIdx.x) % kPieces * 8;
-#pragma unroll 4
-  for (int i = threadIdx.x / kPieces; i < rows; i += kThreads / kPieces) {
-    const Element* from = row_at(i);
-    const bool there = from != nullptr && c < dim;
-    copy_16(to + i * kPitch<kDepth> + c, there ? from + c : any, there);
-  }
+/// One of two without a branch, which would stand between lanes that trade.
+__device__ __forceinline__ float either(bool which, float yes, float no) {
+  float y;
+  asm("{ .reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "selp.f32 %0, %1, %2, p; }"
+      : "=f"(y)
+      : "f"(yes), "f"(no), "r"(static_cast<int>(which)));
+  return y;
 }
+
+/// kThreads threads bring rows of `dim` channels, `stride` elements apart:
+/// row_at(i) is the one that comes to place i, negative: zeros.
+template <int kThreads, int kDepth, class Element>
+struct RowCopies {
+  static constexpr int kPieces = kDepth / 8, kStep = kThreads / kPieces;
+  int first = threadIdx.x / kPieces, channel = threadIdx.x % kPieces * 8;
+  bool there;
+  const Element* from;
+  uint32_t stride_bytes;
+
+  __device__ RowCopies(const Element* rows, int64_t stride, int dim)
+      : there(channel < dim),
+        from(rows + (there ? channel : 0)),
+        stride_bytes(static_cast<uint32_t>(stride) * sizeof(Element)) {}
+
+  __device__ __forceinline__ void one(Element* to, int i, int row) const {
+    const auto offset = static_cast<uint64_t>(max(row, 0)) * stride_bytes;
+    copy_16(to + i * kPitch<kDepth> + channel,
+            reinterpret_cast<const char*>(from) + offset, there && row >= 0);
+  }
+  template <int kRows, class RowAt>
+  __device__ __forceinline__ void tile(Element* to, const RowAt& row_at) const {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep) {
+      one(to, first + i, row_at(first + i));
+    }
+  }
+};
 
 __host__ __device__ constexpr int padded_heads(int64_t heads) {
   return static_cast<int>((heads + 15) / 16 * 16);
@@ -123,14 +147,14 @@ struct ScoredKeys {
     float left[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      left[r] = (odd ? sum[r][1] : sum[r][0]) +
-                __shfl_xor_sync(~0u, odd ? sum[r][0] : sum[r][1], 1);
+      left[r] = either(odd, sum[r][1], sum[r][0]) +
+                __shfl_xor_sync(~0u, either(odd, sum[r][0], sum[r][1]), 1);
     }
     float all;
     if constexpr (kRows == 2) {
       const bool high = lane & 2;
-      all = (high ? left[1] : left[0]) +
-            __shfl_xor_sync(~0u, high ? left[0] : left[1], 2);
+      all = either(high, left[1], left[0]) +
+            __shfl_xor_sync(~0u, either(high, left[0], left[1]), 2);
     } else {
       all = left[0] + __shfl_xor_sync(~0u, left[0], 2);
     }
@@ -144,9 +168,10 @@ __device__ void copy_heads(Element* to, float* weights_to, const Element* q,
                            int64_t q_head, const float* weights,
                            int64_t weights_head, int heads, int dim) {
   const int padded = padded_heads(heads);
-  copy_rows<kThreads, kDepth>(to, padded, dim, q, [&](int i) {
-    return i < heads ? q + i * q_head : nullptr;
-  });
+  const RowCopies<kThreads, kDepth, Element> rows(q, q_head, dim);
+  for (int i = rows.first; i < padded; i += rows.kStep) {
+    rows.one(to, i, i < heads ? i : -1);
+  }
   for (int i = threadIdx.x; i < padded; i += kThreads) {
     weights_to[i] = i < heads ? weights[i * weights_head] : 0.f;
   }

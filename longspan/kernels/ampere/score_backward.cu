@@ -1,8 +1,8 @@
 #include <stdexcept>
 
-#include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/key_selection.h"
 #include "longspan/kernels/ampere/score_backward_launch.h"
+#include "longspan/kernels/ampere/score_checks.h"
 
 namespace longspan::ampere {
 
@@ -15,6 +15,9 @@ std::optional<std::string> why_not_score_selected_backward(
   if (reinterpret_cast<uintptr_t>(args.dk.data) % 16 != 0 ||
       args.dk.row_stride % 4 != 0 || args.dk.token_stride % 4 != 0) {
     return "dk is not aligned to 16 bytes";
+  }
+  if (!fits_32_bits(args.dk.token_stride)) {
+    return "more than 2^30 elements from one dk to the next";
   }
   if (!is_aligned(args.dq)) return "dq is not aligned to 16 bytes";
   return std::nullopt;

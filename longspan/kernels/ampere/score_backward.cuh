@@ -3,9 +3,9 @@
 #include <cstdint>
 
 #include "longspan/kernels/ampere/add_rows.cuh"
-#include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/key_scores.cuh"
 #include "longspan/kernels/ampere/listed_tiles.cuh"
+#include "longspan/kernels/ampere/score_checks.h"
 #include "longspan/kernels/key_selection.h"
 
 namespace longspan::ampere {
@@ -96,9 +96,10 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
   const auto* q = static_cast<const Element*>(args.q.data) +
                   row * args.q.row_stride + token * args.q.token_stride +
                   head_0 * args.q.head_stride;
-  copy_rows<kThreads, kDepth>(shared.query, kHeads, dim, q, [&](int i) {
-    return i < heads ? q + i * args.q.head_stride : nullptr;
-  });
+  const RowCopies<kThreads, kDepth, Element> heads_of_q(q, args.q.head_stride,
+                                                        dim);
+  heads_of_q.template tile<kHeads>(shared.query,
+                                   [&](int i) { return i < heads ? i : -1; });
   copies_commit();
   if (thread < kHeads) {
     shared.weight[thread] =
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
   const ListedTiles<kThreads, kKeys> list(
       args.indices.data + row * args.indices.row_stride +
           token * args.indices.token_stride,
-      args.slots, args.keys, shared.live, [](int) {});
+      static_cast<int>(args.slots), static_cast<int>(args.keys), shared.live,
+      [](int) {});
   const float* dscores = static_cast<const float*>(args.dscores.data) +
                          row * args.dscores.row_stride +
                          token * args.dscores.token_stride;
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
   float scale = 1.f;
   if constexpr (kScaled) {
     float greatest = 0.f;
-    for (int64_t slot = thread; slot < args.slots; slot += kThreads) {
+    for (int slot = thread; slot < list.slots; slot += kThreads) {
       if (list.key_at(slot) >= 0) {
         greatest = fmaxf(greatest, fabsf(dscores[slot]));
       }
@@ -134,13 +136,14 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
   }
   const float inverse = 1.f / scale;
 
-  const auto* k =
-      static_cast<const Element*>(args.k.data) + row * args.k.row_stride;
+  const RowCopies<kThreads, kDepth, Element> rows(
+      static_cast<const Element*>(args.k.data) + row * args.k.row_stride,
+      args.k.token_stride, dim);
   // Half of the threads look up keys, the other half their derivatives.
   const auto look = [&](int tile) {
-    const int64_t slot = int64_t{tile} * kKeys + thread % kKeys;
+    const int slot = tile * kKeys + thread % kKeys;
     if (thread < kKeys) return __int_as_float(list.key_at(slot));
-    return slot < args.slots ? __ldg(dscores + slot) : 0.f;
+    return slot < list.slots ? __ldg(dscores + slot) : 0.f;
   };
   const auto note = [&](int turn, float seen) {
     if (thread < kKeys) {
@@ -151,9 +154,7 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
   };
   const auto fetch = [&](int turn) {
     const int32_t* key = shared.key[turn % 3];
-    copy_rows<kThreads, kDepth>(shared.tile, kKeys, dim, k, [&](int i) {
-      return key[i] >= 0 ? k + key[i] * args.k.token_stride : nullptr;
-    });
+    rows.template tile<kKeys>(shared.tile, [&](int i) { return key[i]; });
     copies_commit();
   };
   float* dk = static_cast<float*>(args.dk.data) + row * args.dk.row_stride;

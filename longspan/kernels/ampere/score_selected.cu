@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
-#include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/key_selection.h"
+#include "longspan/kernels/ampere/score_checks.h"
 
 namespace longspan::ampere {
 

@@ -12,9 +12,9 @@ namespace longspan::ampere {
 /// 128. Each of four warps holds its keys of a tile in registers and goes over
 /// the heads, while the next tile is fetched to where they came from.
 ///
-/// Per key of 128 channels and 32 heads: 16 KFLOP, and shared memory is
-/// written once and read once for keys and 256 bytes for queries: 6 cycles of
-/// either. The gather, 256 bytes of L2, takes 4.
+/// Per key of 128 channels and 32 heads: 8 KFLOP are 3 or 4 cycles, 768 bytes
+/// written to and read from shared memory 6. The 256 bytes that come from L2
+/// take 7 or 8, and are the bound.
 template <class Element, int kDepth>
 struct ScorePlan {
   static constexpr int kThreads = 128;
@@ -61,27 +61,27 @@ __global__ void __launch_bounds__(128)
   float* scores = static_cast<float*>(args.scores.data) +
                   row * args.scores.row_stride +
                   token * args.scores.token_stride;
+  const auto slots = static_cast<int>(args.slots);
   const ListedTiles<kThreads, kKeys> list(
       args.indices.data + row * args.indices.row_stride +
           token * args.indices.token_stride,
-      args.slots, args.keys, small.live, [&](int tile) {
+      slots, static_cast<int>(args.keys), small.live, [&](int tile) {
         for (int i = thread % 32; i < kKeys; i += 32) {
-          const int64_t slot = int64_t{tile} * kKeys + i;
-          if (slot < args.slots) scores[slot] = -INFINITY;
+          const int slot = tile * kKeys + i;
+          if (slot < slots) scores[slot] = -INFINITY;
         }
       });
   __syncthreads();
 
-  const auto* k =
-      static_cast<const Element*>(args.k.data) + row * args.k.row_stride;
+  const RowCopies<kThreads, kDepth, Element> rows(
+      static_cast<const Element*>(args.k.data) + row * args.k.row_stride,
+      args.k.token_stride, args.head_dim);
   const auto list_keys = [&](int tile) {
-    return thread < kKeys ? list.key_at(int64_t{tile} * kKeys + thread) : -1;
+    return thread < kKeys ? list.key_at(tile * kKeys + thread) : -1;
   };
   const auto fetch = [&](int turn) {
     const int32_t* key = small.key[turn % 3];
-    copy_rows<kThreads, kDepth>(held, kKeys, args.head_dim, k, [&](int i) {
-      return key[i] >= 0 ? k + key[i] * args.k.token_stride : nullptr;
-    });
+    rows.template tile<kKeys>(held, [&](int i) { return key[i]; });
     copies_commit();
   };
   int tile = list.after(-1);
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(128)
     if (next < list.tiles) fetch(turn + 1);
     const float score = keys.score(query, weights, heads);
     const int place = warp * keys.kKeys + keys.own();
-    const int64_t slot = int64_t{tile} * kKeys + place;
-    if (keys.answers() && slot < args.slots) {
+    const int slot = tile * kKeys + place;
+    if (keys.answers() && slot < list.slots) {
       scores[slot] = small.key[turn % 3][place] >= 0 ? score : -INFINITY;
     }
     if (thread < kKeys) small.key[(turn + 2) % 3][thread] = later_key;

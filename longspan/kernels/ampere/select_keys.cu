@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/key_selection.h"
+#include "longspan/kernels/ampere/score_checks.h"
 #include "longspan/kernels/ampere/select_scores.cuh"
 #include "longspan/kernels/hopper/select_keys/top_keys.cuh"
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "longspan/kernels/ampere/key_scores.cuh"
@@ -18,7 +19,7 @@ struct ScoreChunk {
   int64_t stride;  // a multiple of the keys of a tile
 };
 
-/// A block takes some queries, about 64 heads in all, and keys in tiles of 64
+/// A block takes some queries, 64 or 128 heads in all, and keys in tiles of 64
 /// or 128. Each of four warps holds its keys of a tile in registers and goes
 /// over queries and heads, while the next tile is fetched to where they came
 /// from.
@@ -27,10 +28,10 @@ struct SelectPlan {
   static constexpr int kThreads = 128;
   static constexpr int kKeys = 4 * ScoredKeys<Element, kDepth>::kKeys;
   static constexpr int kTile = kKeys * kPitch<kDepth>;
+  static constexpr int kColumns = kDepth <= 128 ? 128 : 64;
 
   static int group(int64_t heads) {
-    const int padded = padded_heads(heads);
-    return padded < 64 ? 64 / padded : 1;
+    return std::max(1, kColumns / std::max(16, padded_heads(heads)));
   }
   static size_t shared_bytes(int64_t heads) {
     return sizeof(Element) * kTile +
@@ -86,12 +87,14 @@ __global__ void __launch_bounds__(128)
   const int last = static_cast<int>(lowest + all * (part + 1) / chunk.parts);
   if (tile >= last) return;
 
-  const auto* k =
-      static_cast<const Element*>(args.k.data) + chunk.row * args.k.row_stride;
-  const auto fetch = [&](int at) {
-    copy_rows<kThreads, kDepth>(held, kKeys, args.head_dim, k, [&](int i) {
-      const int64_t key = int64_t{at} * kKeys + i;
-      return key < args.keys ? k + key * args.k.token_stride : nullptr;
+  const RowCopies<kThreads, kDepth, Element> rows(
+      static_cast<const Element*>(args.k.data) + chunk.row * args.k.row_stride,
+      args.k.token_stride, args.head_dim);
+  const auto keys = static_cast<int>(args.keys);
+  const auto fetch = [&](int tile) {
+    rows.template tile<kKeys>(held, [&](int i) {
+      const int key = tile * kKeys + i;
+      return key < keys ? key : -1;
     });
     copies_commit();
   };
@@ -111,16 +114,16 @@ __global__ void __launch_bounds__(128)
   for (; tile < last; ++tile) {
     copies_wait<0>();
     __syncthreads();
-    ScoredKeys<Element, kDepth> keys{thread % 32};
-    keys.load(held + warp * keys.kKeys * kPitch<kDepth>);
+    ScoredKeys<Element, kDepth> some{thread % 32};
+    some.load(held + warp * some.kKeys * kPitch<kDepth>);
     __syncthreads();
     if (tile + 1 < last) fetch(tile + 1);
     float* to = chunk.scratch + from * chunk.stride + int64_t{tile} * kKeys +
-                warp * keys.kKeys + keys.own();
+                warp * some.kKeys + some.own();
     for (int i = 0; i < count; ++i) {
-      const float score = keys.score(queries + i * padded * kPitch<kDepth>,
+      const float score = some.score(queries + i * padded * kPitch<kDepth>,
                                      weights + i * padded, heads);
-      if (keys.answers()) to[i * chunk.stride] = score;
+      if (some.answers()) to[i * chunk.stride] = score;
     }
   }
 }

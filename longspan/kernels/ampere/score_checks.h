@@ -42,6 +42,9 @@ inline std::optional<std::string> why_not_score(const KeyScoreArgs& args) {
       !fits_32_bits(args.slots) || !fits_32_bits(args.heads)) {
     return "more than 2^30 queries, keys, slots or heads";
   }
+  if (!fits_32_bits(args.q.head_stride) || !fits_32_bits(args.k.token_stride)) {
+    return "more than 2^30 elements from one head or key to the next";
+  }
   if (!is_aligned(args.q) || !is_aligned(args.k)) {
     return "q or k is not aligned to 16 bytes";
   }
