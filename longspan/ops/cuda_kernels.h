@@ -16,6 +16,10 @@ struct CudaKernel {
   Run run;
 };
 
+/// Torch's operators can add to keys in one order, our kernels cannot: why
+/// those do not run while torch is told to be deterministic, or nothing.
+std::optional<std::string> why_not_unordered();
+
 /// The first of a list that takes the arguments, nullptr for none.
 template <class Kernel, size_t count, class Args>
 const Kernel* first_able(const Kernel (&kernels)[count], const Args& args) {

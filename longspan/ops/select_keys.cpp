@@ -81,7 +81,7 @@ at::Tensor score(const at::Tensor& q, const at::Tensor& k,
       as_slots(q.dim() == 4 ? indices : indices.unsqueeze(0), in.k.size(1))
           .contiguous();
   const at::Tensor scores = q.is_cpu() ? score_selected_cpu(in, lists)
-                                       : score_selected_composite(in, lists);
+                                       : score_selected_cuda(in, lists);
   return q.dim() == 4 ? scores : scores.squeeze(0);
 }
 
@@ -99,7 +99,7 @@ Tensors3 score_backward(const at::Tensor& dscores, const at::Tensor& q,
   const at::Tensor g = with_row(dscores);
   const IndexerGradients sums =
       q.is_cpu() ? score_selected_backward_cpu(in, lists, g)
-                 : score_selected_backward_composite(in, lists, g);
+                 : score_selected_backward_cuda(in, lists, g);
   return {sums.dq.to(q.scalar_type()).reshape(q.sizes()),
           sums.dk.to(exact_dk ? sums.dk.scalar_type() : k.scalar_type())
               .reshape(k.sizes()),

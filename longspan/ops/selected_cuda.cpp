@@ -25,19 +25,14 @@ constexpr Kernel<SelectedForwardArgs> kForward[] = {
     {"ampere", ampere::why_not_attend_selected,
      ampere::selected_attention_forward}};
 
-/// Torch's operators can add to keys in one order, our kernels cannot.
 template <auto why_not>
-std::optional<std::string> why_not_unordered(
-    const SelectedAttentionArgs& args) {
-  if (at::globalContext().deterministicAlgorithms()) {
-    return "it adds to keys in any order, and torch is told to be "
-           "deterministic";
-  }
+std::optional<std::string> why_not_backward(const SelectedAttentionArgs& args) {
+  if (const auto reason = why_not_unordered()) return reason;
   return why_not(args);
 }
 
 constexpr Kernel<SelectedBackwardArgs> kBackward[] = {
-    {"hopper", why_not_unordered<hopper::why_not_attend_selected>,
+    {"hopper", why_not_backward<hopper::why_not_attend_selected>,
      hopper::selected_attention_backward}};
 
 SelectedInputs aligned_inputs(SelectedInputs in) {

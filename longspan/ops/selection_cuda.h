@@ -13,6 +13,14 @@ void select_keys_cuda(const IndexerInputs& in, const at::Tensor& start,
                       const at::Tensor& end, at::Tensor& indices,
                       at::Tensor& scores);
 
+at::Tensor score_selected_cuda(const IndexerInputs& in,
+                               const at::Tensor& indices);
+
+/// `dq` already in the type of q.
+IndexerGradients score_selected_backward_cuda(const IndexerInputs& in,
+                                              const at::Tensor& indices,
+                                              const at::Tensor& dscores);
+
 /// What which_indexer_kernel says of tensors on CUDA.
 std::string which_indexer_kernel_cuda(const IndexerInputs& in, int64_t slots,
                                       IndexerWork work);

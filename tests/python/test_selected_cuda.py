@@ -55,6 +55,42 @@ def test_the_choice_is_a_stable_sort_of_its_own_scores(heads: int, dim: int) -> 
     assert torch.equal(alone[0], scores[some]) and torch.equal(alone[1], indices[some])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 8), (5, 40), (24, 72), (32, 128), (70, 256)])
+def test_any_indexer_is_as_exact_as_a_plain_one(heads: int, dim: int, dtype: torch.dtype) -> None:
+    queries, keys, slots = 23, 300, 77
+    q, k, w, start, end = indexer(queries, keys, heads, dim)
+    q, k = (t.to(dtype) for t in (q, k))
+    scores, indices = ops.select_keys(q, k, w, start, end, slots, True)
+    exact = index_scores(q.double(), k.double(), w.double())
+    truth = exact.gather(1, indices.long().clamp_min(0))
+    empty = indices < 0
+    assert empty.any() and torch.equal(scores.isneginf(), empty)
+    size = exact.abs().max()
+    assert ((scores.double() - truth)[~empty].abs().max() / size) < 1e-6
+    # What is left out is no better than what is chosen.
+    seen = torch.arange(keys, device="cuda")
+    seen = (seen >= start[:, None]) & (seen < end[:, None])
+    chosen = torch.zeros_like(seen).scatter(1, indices.long().clamp_min(0), ~empty)
+    best_left = exact.masked_fill(~seen | chosen, -math.inf).amax(1)
+    worst = truth.masked_fill(empty, math.inf).amin(1)
+    assert (best_left <= worst + 1e-6 * size).all()
+    assert torch.equal((~empty).sum(1), seen.sum(1).clamp_max(slots))
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, w)]
+    listed = ops.score_selected(*leaves, indices)
+    assert torch.equal(listed.isneginf(), empty)
+    assert ((listed.double() - truth)[~empty].abs().max() / size) < 1e-6
+    g = torch.Generator("cuda").manual_seed(9)
+    dscores = torch.randn(listed.shape, generator=g, device="cuda")
+    grads = torch.autograd.grad(listed, leaves, dscores)
+    rounded = [t.detach().double().requires_grad_() for t in (q, k, w)]
+    picked = index_scores(*rounded).gather(1, indices.long().clamp_min(0))
+    kept = dscores.double().masked_fill(empty, 0)
+    for a, b in zip(grads, torch.autograd.grad(picked, rounded, kept), strict=True):
+        assert (a.double() - b).norm() <= 6e-3 * b.norm()
+
+
 def attending(queries: int, heads: int, dim: int, slots: int, seed: int = 1) -> tuple[Any, ...]:
     g = torch.Generator("cuda").manual_seed(seed)
     keys = 900
@@ -297,10 +333,15 @@ def test_every_kernel_says_why_it_does_not_run() -> None:
     odd = which(q[..., :70], kv[..., :70], indices)
     assert odd.startswith("torch, not hopper: ") and "; not ampere: no kernel for 70" in odd
     assert "neither bfloat16 nor float16" in which(q.float(), kv.float(), indices)
-    assert "not hopper: " in indexing(iq[:, :24], ik, w[:, :24], slots=64)
+    fewer = indexing(iq[:, :24], ik, w[:, :24], slots=64)
+    assert fewer.startswith("ampere, not hopper: no kernel for 24 heads")
+    assert indexing(iq.half(), ik.half(), w, slots=64, work="score") == "ampere"
+    assert indexing(iq, ik, w, slots=64, work="score_backward") == "ampere"
+    assert indexing(iq.float(), ik.float(), w, slots=64).startswith("torch, not hopper: ")
     torch.use_deterministic_algorithms(True)
     try:
         told = which(q, kv, indices, value_dim=512, work="backward")
         assert told.startswith("torch, not hopper: ") and "deterministic" in told
+        assert "deterministic" in indexing(iq, ik, w, slots=64, work="score_backward")
     finally:
         torch.use_deterministic_algorithms(False)
