@@ -2,28 +2,48 @@
 
 #include <stdexcept>
 
+#include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/selected_attention.h"
-#include "longspan/kernels/cuda/checks.h"
 #include "longspan/kernels/cuda/device.h"
 
 namespace longspan::ampere {
 
 namespace {
 
+constexpr int kMostChannels = 576;
+
+template <int kHeads, int kMostValues, class Element>
+cudaError_t launch(const SelectedForwardArgs& args, cudaStream_t stream) {
+  using Plan = ForwardPlan<kHeads, kMostValues>;
+  return launch_blocks(forward_kernel<Plan, Element>, args, Plan::kHeads,
+                       Plan::kThreads, Plan::shared_bytes(args.head_dim),
+                       stream);
+}
+
+/// As many heads to a block as there are and as fit. Of few values several
+/// blocks of 32 heads do better: one computes while others fetch.
+template <int kMostValues, class Element>
+cudaError_t launch(const SelectedForwardArgs& args, cudaStream_t stream) {
+  const int64_t group = args.heads / args.key_heads;
+  const size_t most = block_memory();
+  const auto fits = [&](size_t bytes) { return bytes <= most; };
+  if constexpr (kMostValues == kMostChannels) {
+    using Plan = ForwardPlan<64, kMostValues>;
+    if (group > 32 && fits(Plan::shared_bytes(args.head_dim))) {
+      return launch<64, kMostValues, Element>(args, stream);
+    }
+  }
+  using Plan = ForwardPlan<32, kMostValues>;
+  if (group > 16 && fits(Plan::shared_bytes(args.head_dim))) {
+    return launch<32, kMostValues, Element>(args, stream);
+  }
+  return launch<16, kMostValues, Element>(args, stream);
+}
+
 template <class Element>
 cudaError_t launch(const SelectedForwardArgs& args, cudaStream_t stream) {
-  using Plan = ForwardPlan;
-  const size_t bytes = Plan::shared_bytes(args.head_dim);
-  const cudaError_t error = cudaFuncSetAttribute(
-      forward_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      static_cast<int>(bytes));
-  if (error != cudaSuccess) return error;
-  const int64_t group_heads = args.heads / args.key_heads;
-  const int64_t blocks = args.rows * args.queries * args.key_heads *
-                         ((group_heads + Plan::kHeads - 1) / Plan::kHeads);
-  forward_kernel<Element>
-      <<<static_cast<unsigned>(blocks), Plan::kThreads, bytes, stream>>>(args);
-  return cudaGetLastError();
+  return args.value_dim <= 256 ? launch<256, Element>(args, stream)
+                               : launch<kMostChannels, Element>(args, stream);
 }
 
 }  // namespace
@@ -34,8 +54,7 @@ std::optional<std::string> why_not_attend_selected(
     return "elements are neither bfloat16 nor float16";
   }
   if (args.head_dim % 8 != 0 || args.value_dim % 8 != 0 ||
-      args.head_dim > ForwardPlan::kMostChannels ||
-      args.value_dim > args.head_dim) {
+      args.head_dim > kMostChannels || args.value_dim > args.head_dim) {
     return "no kernel for " + std::to_string(args.head_dim) + " channels of " +
            std::to_string(args.value_dim) +
            " values (has multiples of 8 up to 576)";

@@ -2,217 +2,237 @@
 
 #include <cstdint>
 
-#include "longspan/kernels/ampere/tiles.cuh"
-#include "longspan/kernels/selected_attention.h"
+#include "longspan/kernels/ampere/listed_keys.cuh"
 
 namespace longspan::ampere {
 
-/// A block of four warps takes one query and 16 of its heads, and keys in tiles
-/// of 64. Each warp scores 16 keys of a tile and holds every fourth 16 channels
-/// of the output. Rows in shared memory are 16 bytes longer than a multiple of
-/// 32, so that eight of them touch all banks.
+/// A block takes one query and up to kHeads of its heads, and keys in tiles of
+/// 64. Of 16 heads four warps take care: each scores a quarter of a tile and
+/// holds every fourth 16 channels of the output.
+template <int kHeads_, int kMostValues_>
 struct ForwardPlan {
-  static constexpr int kThreads = 128, kHeads = 16, kKeys = 64;
-  static constexpr int kMostChannels = 576;
-  static constexpr int kGroups = kMostChannels / 16 / 4;  // of a warp
-  static constexpr int kWeightPitch = kKeys + 8;
+  static constexpr int kHeads = kHeads_, kMostValues = kMostValues_;
+  static constexpr int kKeys = 64, kThreads = kHeads * 8;
+  static constexpr int kBlocksAtOnce = kMostValues <= 256 ? 768 / kThreads : 1;
+  static constexpr int kGroups = (kMostValues / 16 + 3) / 4;  // of a warp
+  static constexpr int kScored = kKeys / 4, kScoredTiles = kScored / 8;
+  static constexpr int kPitch = kKeys + 8;  // of weights
 
-  __host__ __device__ static int depth(int head_dim) {
-    return (head_dim + 15) / 16 * 16;
-  }
-  __host__ __device__ static int pitch(int head_dim) {
-    return depth(head_dim) + 8;
-  }
   static size_t shared_bytes(int head_dim) {
-    return (size_t{kHeads + kKeys} * pitch(head_dim) + kHeads * kWeightPitch) *
+    return (size_t{kHeads + kKeys} * row_pitch(head_dim) + kHeads * kPitch) *
                2 +
-           (2 * 4 * kHeads) * sizeof(float) + kKeys * sizeof(int32_t);
+           2 * 4 * kHeads * sizeof(float) +
+           TileWalk<kKeys>::kRing * sizeof(int32_t);
   }
 };
 
-template <class Element>
-__global__ void __launch_bounds__(ForwardPlan::kThreads)
-    forward_kernel(const __grid_constant__ SelectedForwardArgs args) {
-  using Plan = ForwardPlan;
-  extern __shared__ __align__(16) uint8_t memory[];
-  const int dim = args.head_dim, pitch = Plan::pitch(dim);
-  const int depth = Plan::depth(dim), values = args.value_dim;
-  auto* query = reinterpret_cast<Element*>(memory);
-  Element* keys = query + Plan::kHeads * pitch;
-  Element* weights = keys + Plan::kKeys * pitch;
-  auto* highs =
-      reinterpret_cast<float*>(weights + Plan::kHeads * Plan::kWeightPitch);
-  float* sums = highs + 4 * Plan::kHeads;
-  auto* slots = reinterpret_cast<int32_t*>(sums + 4 * Plan::kHeads);
-
-  const int group_heads = static_cast<int>(args.heads / args.key_heads);
-  const int blocks = (group_heads + Plan::kHeads - 1) / Plan::kHeads;
-  int64_t item = blockIdx.x;
-  const int first = static_cast<int>(item % blocks) * Plan::kHeads;
-  item /= blocks;
-  const int64_t key_head = item % args.key_heads;
-  item /= args.key_heads;
-  const int64_t token = item % args.queries, row = item / args.queries;
-  const int64_t head_0 = key_head * group_heads + first;
-  const int heads = min(Plan::kHeads, group_heads - first);
-
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int pieces = depth / 8;
-  const auto* q = static_cast<const Element*>(args.q.data) +
-                  row * args.q.row_stride + token * args.q.token_stride +
-                  head_0 * args.q.head_stride;
-  for (int i = thread; i < Plan::kHeads * pieces; i += Plan::kThreads) {
-    const int head = i / pieces, c = i % pieces * 8;
-    const bool there = head < heads && c < dim;
-    copy_16(query + head * pitch + c,
-            there ? q + head * args.q.head_stride + c : q, there);
+/// Four warps with the same 16 heads meet.
+template <class Plan>
+__device__ __forceinline__ void meet_four(int number) {
+  if constexpr (Plan::kHeads == 16) {
+    __syncthreads();
+  } else {
+    asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
   }
-  const auto* kv = static_cast<const Element*>(args.kv.data) +
-                   row * args.kv.row_stride + key_head * args.kv.head_stride;
-  const int32_t* list = args.indices.data + row * args.indices.row_stride +
-                        token * args.indices.token_stride +
-                        key_head * args.indices.head_stride;
-  const auto scale = static_cast<float>(args.scale);
+}
+
+template <class Plan, class Element>
+struct Forward {
+  const SelectedForwardArgs& args;
+  const BlockItem item;
+  const int pitch, depth;
+  const int lane, four, part;  // which four warps, and which of them
+  Element *query, *keys, *weights;
+  float *highs, *sums;
+  int32_t* slots;  // of tiles
   float out[Plan::kGroups][8] = {};
   float high[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
 
-  for (int64_t from = 0; from < args.slots; from += Plan::kKeys) {
-    bool any = false;
-    if (thread < Plan::kKeys) {
-      int32_t key = -1;
-      if (from + thread < args.slots) key = list[from + thread];
-      if (key < 0 || key >= args.keys) key = -1;
-      slots[thread] = key;
-      any = key >= 0;
-    }
-    if (!__syncthreads_or(any)) continue;
-    for (int i = thread; i < Plan::kKeys * pieces; i += Plan::kThreads) {
-      const int j = i / pieces, c = i % pieces * 8;
-      const int32_t key = slots[j];
-      const bool there = key >= 0 && c < dim;
-      copy_16(keys + j * pitch + c,
-              there ? kv + key * args.kv.token_stride + c : kv, there);
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
+  __device__ Forward(const SelectedForwardArgs& args, void* memory)
+      : args(args),
+        item(args, Plan::kHeads),
+        pitch(row_pitch(args.head_dim)),
+        depth(row_depth(args.head_dim)),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        four(static_cast<int>(threadIdx.x) / 128),
+        part(static_cast<int>(threadIdx.x) / 32 % 4) {
+    query = static_cast<Element*>(memory);
+    keys = query + Plan::kHeads * pitch;
+    weights = keys + Plan::kKeys * pitch;
+    highs = reinterpret_cast<float*>(weights + Plan::kHeads * Plan::kPitch);
+    sums = highs + 4 * Plan::kHeads;
+    slots = reinterpret_cast<int32_t*>(sums + 4 * Plan::kHeads);
+    // Those of the four.
+    query += four * 16 * pitch;
+    weights += four * 16 * Plan::kPitch;
+    highs += four * 64;
+    sums += four * 64;
+  }
 
-    // Score 16 keys.
-    float score[8] = {};
-    const Element* a_from = query + (lane % 16) * pitch + lane / 16 * 8;
-    const Element* b_from = keys +
-                            (warp * 16 + lane % 8 + lane / 16 * 8) * pitch +
-                            lane / 8 % 2 * 8;
-    for (int k = 0; k < depth; k += 16) {
-      uint32_t a[4], b[4];
-      load_tiles(a, a_from + k);
-      load_tiles(b, b_from + k);
-      multiply<Element>(score, a, b[0], b[1]);
-      multiply<Element>(score + 4, a, b[2], b[3]);
+  /// A quarter of the keys: weights relative to the greatest score so far, in
+  /// powers of two.
+  __device__ void score(const int32_t* tile, float log2_scale) {
+    constexpr int kTiles = Plan::kScoredTiles;
+    const int first = part * Plan::kScored;
+    float score[kTiles][4] = {};
+    const Element* q = query + lane % 16 * pitch + lane / 16 * 8;
+    const Element* k =
+        KeyOperand<kTiles>::place(keys + first * pitch, pitch, lane);
+#pragma unroll 2
+    for (int c = 0; c < depth; c += 32) {
+      const KeyOperand<kTiles> key(k + c);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t a[4];
+        load_tiles(a, q + c + 16 * i);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          multiply<Element>(score[n], a, key.b[i][n][0], key.b[i][n][1]);
+        }
+      }
     }
     float greatest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int j = warp * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      score[i] = slots[j] >= 0 ? score[i] * scale : -INFINITY;
-      greatest[i / 2 % 2] = fmaxf(greatest[i / 2 % 2], score[i]);
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = first + 8 * n + lane % 4 * 2 + i % 2;
+        score[n][i] = tile[j] >= 0 ? score[n][i] * log2_scale : -INFINITY;
+        greatest[i / 2] = fmaxf(greatest[i / 2], score[n][i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       greatest[i] = quad_max(greatest[i]);
-      if (lane % 4 == 0) {
-        highs[warp * Plan::kHeads + lane / 4 + 8 * i] = greatest[i];
-      }
+      if (lane % 4 == 0) highs[part * 16 + lane / 4 + 8 * i] = greatest[i];
     }
-    __syncthreads();
-
-    // Weights relative to the greatest score so far.
+    meet_four<Plan>(four);
     float factor[2], shift[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float to = high[i];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        to = fmaxf(to, highs[w * Plan::kHeads + lane / 4 + 8 * i]);
+        to = fmaxf(to, highs[w * 16 + lane / 4 + 8 * i]);
       }
-      factor[i] = to == high[i] ? 1.f : expf(high[i] - to);
+      factor[i] = to == high[i] ? 1.f : exp2_fast(high[i] - to);
       shift[i] = to == -INFINITY ? 0.f : to;
       high[i] = to;
       sum[i] *= factor[i];
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int which = i / 2 % 2;
-      const float weight = expf(score[i] - shift[which]);
-      sum[which] += weight;
-      weights[(lane / 4 + 8 * which) * Plan::kWeightPitch + warp * 16 +
-              i / 4 * 8 + lane % 4 * 2 + i % 2] = narrowed<Element>(weight);
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float weight[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          weight[e] = exp2_fast(score[n][2 * half + e] - shift[half]);
+          sum[half] += weight[e];
+        }
+        *reinterpret_cast<uint32_t*>(
+            weights + (lane / 4 + 8 * half) * Plan::kPitch + first + 8 * n +
+            lane % 4 * 2) = packed<Element>(weight[0], weight[1]);
+      }
     }
 #pragma unroll
     for (int g = 0; g < Plan::kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[g][i] *= factor[i / 2 % 2];
     }
-    __syncthreads();
+    meet_four<Plan>(four);
+  }
 
-    // Every fourth 16 channels.
+  /// Every fourth 16 channels.
+  __device__ void add() {
+#pragma unroll
     for (int k = 0; k < Plan::kKeys; k += 16) {
       uint32_t a[4];
-      load_tiles(
-          a, weights + (lane % 16) * Plan::kWeightPitch + k + lane / 16 * 8);
+      load_tiles(a, weights + lane % 16 * Plan::kPitch + k + lane / 16 * 8);
       const Element* b_row = keys + (k + lane % 16) * pitch + lane / 16 * 8;
 #pragma unroll
       for (int g = 0; g < Plan::kGroups; ++g) {
-        const int channel = (g * 4 + warp) * 16;
-        if (channel >= values) break;
+        const int channel = (g * 4 + part) * 16;
+        if (channel >= args.value_dim) break;
         uint32_t b[4];
         load_turned_tiles(b, b_row + channel);
         multiply<Element>(out[g], a, b[0], b[1]);
         multiply<Element>(out[g] + 4, a, b[2], b[3]);
       }
     }
-    __syncthreads();
   }
 
-  // Each warp has summed over its own keys.
+  __device__ void store() {
+    constexpr float kLn2 = 0.6931471805599453f;
+    constexpr float kLog2e = 1.4426950408889634f;
+    // Each warp has summed over its own keys.
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sum[i] = quad_sum(sum[i]);
-    if (lane % 4 == 0) sums[warp * Plan::kHeads + lane / 4 + 8 * i] = sum[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int head = lane / 4 + 8 * i;
-    if (head >= heads) continue;
-    float total = 0.f;
-    for (int w = 0; w < 4; ++w) total += sums[w * Plan::kHeads + head];
-    const bool empty = high[i] == -INFINITY;
-    const int64_t place = head_0 + head;
-    if (warp == 0 && lane % 4 == 0) {
-      static_cast<float*>(args.lse.data)[row * args.lse.row_stride +
-                                         token * args.lse.token_stride +
-                                         place * args.lse.head_stride] =
-          empty ? -INFINITY : high[i] + logf(total);
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = quad_sum(sum[i]);
+      if (lane % 4 == 0) sums[part * 16 + lane / 4 + 8 * i] = sum[i];
     }
-    if (args.sink != nullptr) {
-      total += expf(static_cast<const float*>(args.sink)[place] - high[i]);
-    }
-    const float inverse = empty ? 0.f : 1.f / total;
-    auto* to = static_cast<Element*>(args.out.data) +
-               row * args.out.row_stride + token * args.out.token_stride +
-               place * args.out.head_stride;
+    meet_four<Plan>(four);
 #pragma unroll
-    for (int g = 0; g < Plan::kGroups; ++g) {
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + 8 * i, head = four * 16 + row;
+      if (head >= item.heads) continue;
+      float total = 0.f;
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const int channel = (g * 4 + warp) * 16 + part * 8 + lane % 4 * 2;
-        if (channel >= values) continue;
-        to[channel] = narrowed<Element>(out[g][4 * part + 2 * i] * inverse);
-        to[channel + 1] =
-            narrowed<Element>(out[g][4 * part + 2 * i + 1] * inverse);
+      for (int w = 0; w < 4; ++w) total += sums[w * 16 + row];
+      const bool empty = high[i] == -INFINITY;
+      if (part == 0 && lane % 4 == 0) {
+        item.template of_query<float>(args.lse)[head * args.lse.head_stride] =
+            empty ? -INFINITY : high[i] * kLn2 + logf(total);
+      }
+      if (args.sink != nullptr) {
+        const float sink =
+            static_cast<const float*>(args.sink)[item.head + head];
+        total += exp2f(sink * kLog2e - high[i]);
+      }
+      const float inverse = empty ? 0.f : 1.f / total;
+      auto* to = item.template of_query<Element>(args.out) +
+                 head * args.out.head_stride;
+#pragma unroll
+      for (int g = 0; g < Plan::kGroups; ++g) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const int channel = (g * 4 + part) * 16 + p * 8 + lane % 4 * 2;
+          if (channel >= args.value_dim) continue;
+          const float* value = out[g] + 4 * p + 2 * i;
+          to[channel] = narrowed<Element>(value[0] * inverse);
+          to[channel + 1] = narrowed<Element>(value[1] * inverse);
+        }
       }
     }
   }
+};
+
+template <class Plan, class Element>
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocksAtOnce)
+    forward_kernel(const __grid_constant__ SelectedForwardArgs args) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  constexpr float kLog2e = 1.4426950408889634f;
+  Forward<Plan, Element> block(args, memory);
+  const BlockItem& item = block.item;
+  fetch_heads<Plan::kThreads, Plan::kHeads>(reinterpret_cast<Element*>(memory),
+                                            args.head_dim, args.q, item,
+                                            item.heads);
+  const auto* kv = item.of_keys<const Element>(args.kv);
+  const float log2_scale = static_cast<float>(args.scale) * kLog2e;
+  TileWalk<Plan::kKeys> walk(item.list(args), args, block.slots);
+  const int32_t* tile;
+  while ((tile = walk.next()) != nullptr) {
+    fetch_keys<Plan::kThreads, Plan::kKeys>(block.keys, args, kv, tile);
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+    block.score(tile, log2_scale);
+    block.add();
+  }
+  // A block without keys still waits for what it fetches.
+  copies_commit();
+  copies_wait<0>();
+  block.store();
 }
 
 }  // namespace longspan::ampere

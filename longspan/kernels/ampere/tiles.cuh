@@ -57,6 +57,24 @@ __device__ __forceinline__ Element narrowed(float x) {
   }
 }
 
+/// Two in a word, `low` in the lower half.
+template <class Element>
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  uint32_t y;
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// 16 bytes to shared memory, zeros when not `there`.
 __device__ __forceinline__ void copy_16(void* to, const void* from,
                                         bool there) {
@@ -64,6 +82,16 @@ __device__ __forceinline__ void copy_16(void* to, const void* from,
                    static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from), "r"(there ? 16 : 0)
                : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until at most kLeft committed groups are under way.
+template <int kLeft>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 __device__ __forceinline__ float quad_max(float x) {
