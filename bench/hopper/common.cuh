@@ -205,5 +205,10 @@ void time_scores(bool all);
 void check_generic_select();
 void check_few_generic_selections();
 void time_generic_select(bool all);
+void check_generic_forward();
+void check_generic_backward();
+void check_weights();
+void check_few_generic();
+void time_generic(bool all);
 
 }  // namespace longspan::bench

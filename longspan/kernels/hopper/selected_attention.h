@@ -25,6 +25,9 @@ void selected_attention_forward(const SelectedForwardArgs& args, void* stream);
 void selected_attention_backward(const SelectedBackwardArgs& args,
                                  void* stream);
 
+/// The same bits every time.
+void selected_weights(const SelectedWeightsArgs& args, void* stream);
+
 /// delta[h] = sum over channels of out * dout, as the backward kernel wants it.
 struct OutputDeltaArgs {
   int64_t rows = 0, queries = 0, heads = 0;

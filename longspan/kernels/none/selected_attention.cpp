@@ -29,6 +29,10 @@ void selected_attention_backward(const SelectedBackwardArgs& /*args*/,
   never();
 }
 
+void selected_weights(const SelectedWeightsArgs& /*args*/, void* /*stream*/) {
+  never();
+}
+
 void output_delta(const OutputDeltaArgs& /*args*/, void* /*stream*/) {
   never();
 }
@@ -48,6 +52,20 @@ std::optional<std::string> why_not_attend_selected(
 
 void selected_attention_forward(const SelectedForwardArgs& /*args*/,
                                 void* /*stream*/) {
+  never();
+}
+
+std::optional<std::string> why_not_attend_selected_backward(
+    const SelectedBackwardArgs& /*args*/) {
+  return "longspan was built without a CUDA compiler";
+}
+
+void selected_attention_backward(const SelectedBackwardArgs& /*args*/,
+                                 void* /*stream*/) {
+  never();
+}
+
+void selected_weights(const SelectedWeightsArgs& /*args*/, void* /*stream*/) {
   never();
 }
 
