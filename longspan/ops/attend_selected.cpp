@@ -102,7 +102,7 @@ at::Tensor weights(const at::Tensor& q, const at::Tensor& kv,
   const at::Tensor all =
       with_sink(q.dim() == 4 ? lse : lse.unsqueeze(0), in.sink).contiguous();
   const at::Tensor weights = q.is_cpu() ? selected_weights_cpu(in, all)
-                                        : selected_weights_composite(in, all);
+                                        : selected_weights_cuda(in, all);
   const at::Tensor total = weights.sum(-1, /*keepdim=*/true);
   at::Tensor shares = at::where(total == 0, 0, weights / total);
   if (kv.dim() != q.dim() && indices.dim() != q.dim()) {

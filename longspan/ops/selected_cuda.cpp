@@ -15,9 +15,8 @@ namespace longspan {
 
 namespace {
 
-template <class Args>
-using Kernel =
-    CudaKernel<SelectedAttentionArgs, void (*)(const Args& args, void* stream)>;
+template <class Args, class Shape = SelectedAttentionArgs>
+using Kernel = CudaKernel<Shape, void (*)(const Args& args, void* stream)>;
 
 constexpr Kernel<SelectedForwardArgs> kForward[] = {
     {"hopper", hopper::why_not_attend_selected,
@@ -26,14 +25,25 @@ constexpr Kernel<SelectedForwardArgs> kForward[] = {
      ampere::selected_attention_forward}};
 
 template <auto why_not>
-std::optional<std::string> why_not_backward(const SelectedAttentionArgs& args) {
+std::optional<std::string> why_not_backward(const SelectedBackwardArgs& args) {
   if (const auto reason = why_not_unordered()) return reason;
   return why_not(args);
 }
 
-constexpr Kernel<SelectedBackwardArgs> kBackward[] = {
+constexpr Kernel<SelectedBackwardArgs, SelectedBackwardArgs> kBackward[] = {
     {"hopper", why_not_backward<hopper::why_not_attend_selected>,
-     hopper::selected_attention_backward}};
+     hopper::selected_attention_backward},
+    {"ampere", why_not_backward<ampere::why_not_attend_selected_backward>,
+     ampere::selected_attention_backward}};
+
+std::optional<std::string> why_not_generic_weights(
+    const SelectedWeightsArgs& args) {
+  return ampere::why_not_attend_selected(args);
+}
+
+constexpr Kernel<SelectedWeightsArgs, SelectedWeightsArgs> kWeights[] = {
+    {"hopper", hopper::why_not_selected_weights, hopper::selected_weights},
+    {"ampere", why_not_generic_weights, ampere::selected_weights}};
 
 SelectedInputs aligned_inputs(SelectedInputs in) {
   in.q = with_aligned_rows(in.q);
@@ -47,15 +57,17 @@ std::string which_selected_kernel_cuda(const SelectedInputs& in,
                                        SelectedWork work) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const SelectedInputs ready = aligned_inputs(in);
-  SelectedAttentionArgs args;
-  ready.fill(args);
+  const auto describe = [&](const auto& kernels, auto args) {
+    ready.fill(args);
+    return describe_first_able(kernels, args);
+  };
   switch (work) {
     case SelectedWork::forward:
-      return describe_first_able(kForward, args);
+      return describe(kForward, SelectedForwardArgs());
     case SelectedWork::backward:
-      return describe_first_able(kBackward, args);
+      return describe(kBackward, SelectedBackwardArgs());
     case SelectedWork::weights:
-      return "torch";
+      return describe(kWeights, SelectedWeightsArgs());
   }
   throw InternalError("which_selected_kernel: unknown work");
 }
@@ -83,20 +95,37 @@ SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
                                            const SelectedResult& result) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const SelectedInputs ready = aligned_inputs(in);
-  SelectedBackwardArgs args;
-  ready.fill(args);
-  const auto* kernel = first_able(kBackward, args);
-  if (kernel == nullptr) return attend_selected_backward_composite(in, result);
   const at::Tensor dout = with_aligned_rows(result.dout);
   const SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
                           at::zeros(in.kv.sizes(), sums_like(in.kv))};
+  SelectedBackwardArgs args;
+  ready.fill(args);
   args.dout = array_of<const void*>(dout);
   args.lse = array_of<const void*>(result.lse);
   args.delta = array_of<const void*>(result.delta);
   args.dq = array_of<void*>(sums.dq);
   args.dkv = array_of<void*>(sums.dkv);
+  const auto* kernel = first_able(kBackward, args);
+  if (kernel == nullptr) return attend_selected_backward_composite(in, result);
   kernel->run(args, current_stream(in.q));
   return sums;
+}
+
+at::Tensor selected_weights_cuda(const SelectedInputs& in,
+                                 const at::Tensor& lse) {
+  const c10::OptionalDeviceGuard guard(in.q.device());
+  const SelectedInputs ready = aligned_inputs(in);
+  SelectedWeightsArgs args;
+  ready.fill(args);
+  const auto* kernel = first_able(kWeights, args);
+  if (kernel == nullptr || in.q.size(2) == 0) {
+    return selected_weights_composite(in, lse);
+  }
+  const at::Tensor weights = at::empty(in.indices.sizes(), sums_like(in.q));
+  args.lse = array_of<const void*>(lse);
+  args.weights = array_of<void*>(weights);
+  kernel->run(args, current_stream(in.q));
+  return weights;
 }
 
 at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout) {

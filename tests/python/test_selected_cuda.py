@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle.selected_attention import attention, greatest, index_scores
+from oracle.selected_attention import (
+    attention,
+    greatest,
+    index_scores,
+    weights_of_heads,
+)
 
 import longspan
 
@@ -131,6 +136,58 @@ def test_large_heads_are_as_exact_as_plain_bfloat16(heads: int, dim: int, slots:
     assert blind.any() and torch.equal(lse.isneginf().cpu(), blind)
     assert not out.cpu()[blind].any() and not grads[0].cpu()[blind].any()
     torch.testing.assert_close(lse.cpu()[~blind].double(), exact.lse[~blind], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "values"),
+    [(1, 1, 64, 64), (5, 1, 72, 40), (24, 2, 192, 128), (64, 1, 256, 256), (16, 8, 128, 8),
+     (80, 1, 576, 512), (64, 1, 576, 512)],
+)  # fmt: skip
+def test_any_half_type_and_shape_is_as_exact_as_a_plain_one(
+    heads: int, groups: int, dim: int, values: int, dtype: torch.dtype
+) -> None:
+    rows, queries, keys, slots = 2, 7, 300, 131
+    g = torch.Generator("cuda").manual_seed(heads)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=g, device="cuda").to(dtype)
+
+    q, kv = normal(rows, queries, heads, dim), normal(rows, keys, groups, dim)
+    indices = torch.randint(
+        -40, keys + 40, (rows, queries, groups, slots), generator=g, device="cuda"
+    ).int()
+    indices[0, 2] = -1
+    indices[1, 3, :, 64:] = keys
+    sink, dout = normal(heads).float(), normal(rows, queries, heads, values)
+    leaves = [t.clone().requires_grad_() for t in (q, kv, sink)]
+    scale = dim**-0.5
+    out, lse = ops.attend_selected(leaves[0], leaves[1], indices, leaves[2], scale, values)
+    grads = torch.autograd.grad(out, leaves, dout)
+    given = [t.cpu() for t in (q, kv, indices, dout)]
+    options: dict[str, Any] = {"scale": scale, "value_dim": values, "sink": sink.cpu()}
+    exact = attention(*given, **options)
+    plain = attention(*given, **options, dtype=dtype)
+    for name, a, b, c in [
+        ("out", out, exact.out, plain.out),
+        ("dq", grads[0], exact.dq, plain.dq),
+        ("dkv", grads[1], exact.dkv, plain.dkv),
+        ("dsink", grads[2], exact.dsink, plain.dsink),
+    ]:
+        ours, theirs = ((x.detach().cpu().double() - b).norm() / b.norm() for x in (a, c))
+        assert ours <= max(2 * theirs, 4e-3 if dtype == torch.bfloat16 else 1e-3), name
+    assert lse[0, 2].isneginf().all() and not out[0, 2].any() and not grads[0][0, 2].any()
+    seen = ~exact.lse.isneginf()
+    torch.testing.assert_close(lse.cpu()[seen].double(), exact.lse[seen], rtol=1e-5, atol=1e-5)
+    weights = ops.selected_weights(q, kv, indices, lse, sink, scale).cpu().double()
+    size = heads // groups
+    for group in range(groups):
+        own = slice(group * size, (group + 1) * size)
+        want = weights_of_heads(
+            q[:, :, own].cpu().double(), kv[:, :, group].cpu().double(),
+            indices[:, :, group].cpu(), scale=scale, sink=sink[own].cpu(),
+        )  # fmt: skip
+        assert (weights[:, :, group] - want).norm() <= 1e-5 * want.norm()
 
 
 def test_a_hundred_repeats_have_the_same_bits() -> None:
@@ -326,6 +383,7 @@ def test_every_kernel_says_why_it_does_not_run() -> None:
     if torch.cuda.get_device_capability() == (9, 0):
         assert which(q, kv, indices, value_dim=512) == "hopper"
         assert which(q, kv, indices, value_dim=512, work="backward") == "hopper"
+        assert which(q, kv, indices, work="weights") == "hopper"
         assert indexing(iq, ik, w, slots=64) == "hopper"
     half = which(q.half(), kv.half(), indices, value_dim=512)
     assert half == "ampere, not hopper: elements are not bfloat16"

@@ -1,9 +1,22 @@
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "longspan/kernels/cuda/checks.h"
+#include "longspan/kernels/cuda/device.h"
 #include "longspan/kernels/selected_attention.h"
 
 namespace longspan::ampere {
+
+/// Why code for cards since Ampere does not run on the current device, or
+/// nothing.
+inline std::optional<std::string> why_not_here() {
+  const int generation = device_generation();
+  if (generation >= 80) return std::nullopt;
+  return "the device is of generation " + std::to_string(generation) +
+         ", below 80";
+}
 
 /// The most shared memory that the current device lets a block have.
 inline size_t block_memory() {
@@ -14,22 +27,28 @@ inline size_t block_memory() {
   return static_cast<size_t>(bytes);
 }
 
-/// Launches a kernel with a block for every query and `block_heads` heads of a
-/// key head.
-template <class Args>
-cudaError_t launch_blocks(void (*kernel)(Args), const Args& args,
-                          int block_heads, int threads, size_t shared_bytes,
-                          cudaStream_t stream) {
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads,
+                   size_t shared_bytes, cudaStream_t stream,
+                   const Params& params) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+/// The same with a block for every query and `block_heads` heads of a key head.
+template <class Args>
+cudaError_t launch_blocks(void (*kernel)(Args), const Args& args,
+                          int block_heads, int threads, size_t shared_bytes,
+                          cudaStream_t stream) {
   const int64_t group = args.heads / args.key_heads;
   const int64_t blocks = args.rows * args.queries * args.key_heads *
                          ((group + block_heads - 1) / block_heads);
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
-           shared_bytes, stream>>>(args);
-  return cudaGetLastError();
+  return launch(kernel, blocks, threads, shared_bytes, stream, args);
 }
 
 }  // namespace longspan::ampere

@@ -19,15 +19,6 @@ __device__ __forceinline__ float positive_part(float x) {
   return y;
 }
 
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kLeft>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
 /// One of two without a branch, which would stand between lanes that trade.
 __device__ __forceinline__ float either(bool which, float yes, float no) {
   float y;

@@ -58,17 +58,6 @@ __device__ inline float block_max(float x, float* scratch) {
   return x;
 }
 
-template <class Element>
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  uint32_t y;
-  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  }
-  return y;
-}
-
 template <class Element, int kDepth, int kHeads>
 __global__ void __launch_bounds__(128, kDepth > 128  ? 2
                                        : kHeads > 32 ? 3

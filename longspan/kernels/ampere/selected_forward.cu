@@ -4,7 +4,6 @@
 
 #include "longspan/kernels/ampere/checks.h"
 #include "longspan/kernels/ampere/selected_attention.h"
-#include "longspan/kernels/cuda/device.h"
 
 namespace longspan::ampere {
 
@@ -66,12 +65,7 @@ std::optional<std::string> why_not_attend_selected(
   if (!is_aligned(args.q) || !is_aligned(args.kv)) {
     return "q or kv is not aligned to 16 bytes";
   }
-  const int generation = device_generation();
-  if (generation < 80) {
-    return "the device is of generation " + std::to_string(generation) +
-           ", below 80";
-  }
-  return std::nullopt;
+  return why_not_here();
 }
 
 void selected_attention_forward(const SelectedForwardArgs& args, void* stream) {

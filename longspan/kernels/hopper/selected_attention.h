@@ -25,6 +25,10 @@ void selected_attention_forward(const SelectedForwardArgs& args, void* stream);
 void selected_attention_backward(const SelectedBackwardArgs& args,
                                  void* stream);
 
+/// Why that kernel cannot take it, or nothing; nobody reads values there.
+std::optional<std::string> why_not_selected_weights(
+    const SelectedWeightsArgs& args);
+
 /// The same bits every time.
 void selected_weights(const SelectedWeightsArgs& args, void* stream);
 

@@ -29,6 +29,11 @@ void selected_attention_backward(const SelectedBackwardArgs& /*args*/,
   never();
 }
 
+std::optional<std::string> why_not_selected_weights(
+    const SelectedWeightsArgs& /*args*/) {
+  return "longspan was built without a CUDA compiler";
+}
+
 void selected_weights(const SelectedWeightsArgs& /*args*/, void* /*stream*/) {
   never();
 }

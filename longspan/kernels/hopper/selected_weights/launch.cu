@@ -23,9 +23,20 @@ cudaError_t launch(const SelectedWeightsArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
+std::optional<std::string> why_not_selected_weights(
+    const SelectedWeightsArgs& args) {
+  if (args.head_dim != 512 && args.head_dim != 576) {
+    return "no kernel for " + std::to_string(args.head_dim) +
+           " channels (has 512 and 576)";
+  }
+  SelectedAttentionArgs alike = args;
+  alike.value_dim = 512;  // nobody reads values
+  return why_not_attend_selected(alike);
+}
+
 void selected_weights(const SelectedWeightsArgs& args, void* stream) {
   if (args.rows * args.queries * args.heads * args.slots == 0) return;
-  if (const auto reason = why_not_attend_selected(args)) {
+  if (const auto reason = why_not_selected_weights(args)) {
     throw std::invalid_argument("selected_weights: " + *reason);
   }
   auto* on = static_cast<cudaStream_t>(stream);
