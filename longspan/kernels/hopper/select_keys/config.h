@@ -30,9 +30,10 @@ struct SelectParams {
   int first, chunk;    // queries [first, first + chunk)
 };
 
-/// Scores of a chunk stay in L2, which has 60 MB, until they were selected
-/// from.
-constexpr int64_t kScratchBytes = 32 << 20;
+/// Scores of a chunk stay for the most part in L2, which has 60 MB, until they
+/// were selected from. Half of it would double the launches: 12 % at 65536
+/// keys.
+constexpr int64_t kScratchBytes = 60 << 20;
 constexpr int kMostChunk = 4096;
 
 /// Tiles and shared memory of the score kernel: keys are rows, queries and
@@ -55,6 +56,14 @@ struct ScorePlan {
   static constexpr uint32_t kQueryBlockBytes = kColumns * 128;
   static constexpr uint32_t kKeyBlockBytes = kKeys * 128;
   static constexpr uint32_t kTileBytes = kBlocks * kKeyBlockBytes;
+
+  /// What a column holds, as query * kHeads + head of a group. Lane c of a quad
+  /// gets columns 2 c and 2 c + 1 of every eight: with contents 32 c to 32 c +
+  /// 31 of a half there, it can sum over up to 32 heads alone.
+  __device__ static constexpr int content(int column) {
+    const int i = column % 128;
+    return column - i + i % 8 / 2 * 32 + i / 8 * 2 + i % 2;
+  }
 
   static constexpr uint32_t kQuery = 0;
   static constexpr uint32_t kKey = kBlocks * kQueryBlockBytes;

@@ -52,14 +52,17 @@ int64_t stride_of(int64_t keys) {
   return (keys + 255) / 256 * 256;
 }
 
-/// Queries whose scores fit the scratch, whole groups of them.
+/// Queries whose scores fit the scratch, whole groups of them, about as many in
+/// every chunk.
 int64_t chunk_of(const KeyScoreArgs& args) {
   const int64_t group = 256 / args.heads;
   const int64_t fit =
       kScratchBytes / 4 / std::max<int64_t>(stride_of(args.keys), 1);
   if (fit < group) return std::max<int64_t>(fit, 1);
-  return std::min<int64_t>({fit / group * group, kMostChunk,
-                            (args.queries + group - 1) / group * group});
+  const int64_t most = std::min<int64_t>(fit / group * group, kMostChunk);
+  const int64_t chunks = std::max<int64_t>((args.queries + most - 1) / most, 1);
+  const int64_t even = (args.queries + chunks - 1) / chunks;
+  return (even + group - 1) / group * group;
 }
 
 }  // namespace

@@ -100,11 +100,12 @@ __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
     const int end = params.first + params.chunk;
 #pragma unroll 2
     for (int row = 0; row < Plan::kColumns; row += 16) {
-      const int column = row + line, query = first + column / kHeads;
+      const int which = Plan::content(row + line);
+      const int query = first + which / kHeads, head = which % kHeads;
       const bool there = query < end;
       const __nv_bfloat16* from = params.q +
                                   (there ? query : 0) * params.q_token +
-                                  column % kHeads * params.q_head + piece * 8;
+                                  head * params.q_head + piece * 8;
 #pragma unroll
       for (int c = 0; c < Plan::kBlocks; ++c) {
         copy_16(base + Plan::kQuery + c * Plan::kQueryBlockBytes + row * 128 +
@@ -138,30 +139,9 @@ __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
 
 // ---- Score, fold over heads, store ---------------------------------------
 
-/// Sums x[i] over the four lanes of a quad, in one order for all of them, and
-/// leaves lane c the quarter c.
-template <int kCount>
-__device__ __forceinline__ void fold_quad(float (&x)[kCount], int lane) {
-  const bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    // Lanes with `odd` keep quarters 1 and 3.
-    const int low = i < kCount / 4 ? i : i + kCount / 4;
-    const float keep = odd ? x[low + kCount / 4] : x[low];
-    const float give = odd ? x[low] : x[low + kCount / 4];
-    x[low] = keep + __shfl_xor_sync(~0u, give, 1);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    const float keep = high ? x[i + kCount / 2] : x[i];
-    const float give = high ? x[i] : x[i + kCount / 2];
-    x[i] = keep + __shfl_xor_sync(~0u, give, 2);
-  }
-}
-
 /// Two warpgroups: each takes one half of the columns, whose weights stay in
-/// its registers. While it folds the products of 64 keys, those of the next 64
-/// are under way.
+/// its registers: those of the 32 that ScorePlan::content gives a thread. While
+/// it folds the products of 64 keys, those of the next 64 are under way.
 template <int kHeads, int kDim>
 struct Scorer {
   using Plan = ScorePlan<kHeads, kDim>;
@@ -170,20 +150,26 @@ struct Scorer {
   typename Plan::Small& small;
   uint32_t base;
   int half, warp, lane;
-  float weight[32];  // of columns 8 * (i / 2) + 2 * (lane % 4) + i % 2
-  int from;          // the first query of this half in the chunk
+  float weight[32];
+  float* to;  // the thread's next score
+  int rows;   // that the thread may write, from there on
 
-  __device__ void take_group(int group) {
-    from = group * Plan::kQueries + half * kQ;
+  __device__ void take_group(int group, int tile) {
+    const int from = group * Plan::kQueries + half * kQ;
+    const int mine = (lane & 3) * 32;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
       // What comes for queries past the end is not stored.
-      const int query = min(from + column / kHeads, params.chunk - 1);
+      const int query = min(from + (mine + i) / kHeads, params.chunk - 1);
       weight[i] =
           __ldg(params.weights + (params.first + query) * params.weights_token +
-                column % kHeads * params.weights_head);
+                (mine + i) % kHeads * params.weights_head);
     }
+    const int query = from + mine / kHeads;
+    const int key = tile * Plan::kKeys + warp * 16 + lane / 4;
+    rows = params.chunk - query;
+    to = params.scratch + query * params.stride + key;
+    if (kHeads > 32) to += 8 * (lane & 1);
   }
 
   /// sum = keys of a part of a tile times columns.
@@ -201,35 +187,36 @@ struct Scorer {
     wgmma_commit();
   }
 
-  /// Folds over heads and stores, for 64 keys.
-  __device__ void fold(const float (&sum)[64], int first_key) {
-    // value[2 * q + i]: query q of this half, key + 8 * i.
-    float value[2 * kQ];
+  /// Folds over heads and stores, for the next 64 keys. The thread has two of
+  /// them, 8 apart.
+  __device__ void fold(const float (&sum)[64]) {
+    constexpr int kCount = kHeads < 32 ? kHeads : 32;
 #pragma unroll
-    for (int q = 0; q < kQ; ++q) {
+    for (int q = 0; q < 32 / kCount; ++q) {
       float term[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int j = 0; j < kHeads / 8; ++j) {
-        const int at = q * (kHeads / 8) + j;
+      for (int h = 0; h < kCount; h += 2) {
+        const int at = q * kCount + h;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          term[i] = fmaf(positive_part(sum[4 * at + i]), weight[2 * at + i % 2],
-                         term[i]);
+          term[i] =
+              fmaf(positive_part(sum[2 * at + i]), weight[at + i % 2], term[i]);
         }
       }
-      value[2 * q] = term[0] + term[1];
-      value[2 * q + 1] = term[2] + term[3];
+      const float low = term[0] + term[1], high = term[2] + term[3];
+      float* place = to + q * params.stride;
+      // + 0: no -0.
+      if constexpr (kHeads > 32) {
+        // The other lane has the other heads, and takes one of the keys.
+        const bool odd = lane & 1;
+        const float other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        store_if(q < rows, place, (odd ? high : low) + other + 0.f);
+      } else {
+        store_if(q < rows, place, low + 0.f);
+        store_if(q < rows, place + 8, high + 0.f);
+      }
     }
-    fold_quad(value, lane);
-    const int key = first_key + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < kQ / 2; ++i) {
-      const int which = (lane & 3) * (kQ / 2) + i;
-      const int query = from + which / 2;
-      store_if(query < params.chunk,
-               params.scratch + query * params.stride + key + 8 * (which & 1),
-               value[i] + 0.f);  // no -0
-    }
+    to += 64;
   }
 
   __device__ void release(uint64_t& barrier) {
@@ -247,25 +234,24 @@ struct Scorer {
     if (runs.more()) after_former_launch();  // it reads what is written here
     for (; runs.more(); runs.advance()) {
       float even[64], odd[64];
-      take_group(runs.group);
+      take_group(runs.group, runs.tile);
       barrier_wait(shared_address(&small.query_ready), query_fill & 1);
       ++query_fill;
       wait_for_keys();
       multiply(even, fill % Plan::kStages, 0);
-      int key = runs.tile * Plan::kKeys;
       for (int left = runs.tiles;; --left) {
         const uint32_t stage = fill % Plan::kStages;
         ++fill;
         multiply(odd, stage, 1);
         wgmma_wait<1>();
         pin(even);
-        fold(even, key);
+        fold(even);
         if (left == 1) {
           wgmma_wait<0>();
           pin(odd);
           release(small.key_free[stage]);
           release(small.query_free);
-          fold(odd, key + 64);
+          fold(odd);
           break;
         }
         wait_for_keys();
@@ -273,8 +259,7 @@ struct Scorer {
         wgmma_wait<1>();
         pin(odd);
         release(small.key_free[stage]);
-        fold(odd, key + 64);
-        key += Plan::kKeys;
+        fold(odd);
       }
     }
   }

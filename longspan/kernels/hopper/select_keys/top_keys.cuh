@@ -259,8 +259,8 @@ struct TopKeys {
     return score_of(bound.key);
   }
 
-  /// Lists in order the places of what is not less than `least`, and counts
-  /// it; what lies past kMost is only counted. A warp takes 512 neighbours.
+  /// Lists in order the places and scores of what is not less than `least`, and
+  /// counts it: past kMost, where the list ends. A warp takes 512 neighbours.
   __device__ int collect(const float* row, Window window, float least) {
     constexpr int kRound = kThreads * 16;
     const auto size = static_cast<uint32_t>(window.size());
@@ -319,32 +319,34 @@ struct TopKeys {
       at[1] = at[0] + (total & 255);
       at[2] = at[1] + (total >> 8 & 255);
       at[3] = at[2] + (total >> 16 & 255);
+      found += static_cast<int>(all);
+      if (found > Plan::kMost) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t bits = taken >> (4 * j) & 15;
         uint32_t to = at[j] + (sum >> (8 * j) & 255);
-        while (bits != 0) {
-          if (to < Plan::kMost) {
-            shared.place[to] = from + mine + j * 128 + __ffs(bits) - 1;
+        const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (taken >> (4 * j + e) & 1) {
+            shared.key[to] = __float_as_uint(score[e]);
+            shared.place[to] = from + mine + j * 128 + e;
+            ++to;
           }
-          ++to;
-          bits &= bits - 1;
         }
       }
-      found += static_cast<int>(all);
     }
     __syncthreads();
     return found;
   }
 
-  /// Keys of listed places, or of the whole window, for shared memory.
-  template <class PlaceAt>
-  __device__ void bring(const float* row, int size, uint32_t& low,
-                        uint32_t& high, const PlaceAt& place_at) {
+  /// Puts keys of scores into shared memory.
+  template <class ScoreAt>
+  __device__ void bring(int size, uint32_t& low, uint32_t& high,
+                        const ScoreAt& score_at) {
     low = ~0u, high = 0;
 #pragma unroll 4
     for (int i = thread; i < size; i += kThreads) {
-      const uint32_t key = ordered(__ldcg(row + place_at(i)));
+      const uint32_t key = ordered(score_at(i));
       shared.key[i] = key;
       low = min(low, key);
       high = max(high, key);
@@ -410,7 +412,8 @@ struct TopKeys {
     const auto key_at = [&](int i) { return shared.key[i]; };
     if (size <= Plan::kMost) {
       const auto place_at = [&](int i) { return window.first + i; };
-      bring(row, size, low, high, place_at);
+      bring(size, low, high,
+            [&](int i) { return __ldcg(row + window.first + i); });
       emit(size, find(size, slots, low, high, true), indices, scores, key_at,
            place_at);
       return;
@@ -421,7 +424,8 @@ struct TopKeys {
     }
     if (found >= slots && found <= Plan::kMost) {
       const auto place_at = [&](int i) { return shared.place[i]; };
-      bring(row, found, low, high, place_at);
+      bring(found, low, high,
+            [&](int i) { return __uint_as_float(shared.key[i]); });
       emit(found, find(found, slots, low, high, true), indices, scores, key_at,
            place_at);
     } else {
