@@ -125,6 +125,16 @@ __device__ __forceinline__ void store_if(bool does, float* to, float x) {
       : "memory");
 }
 
+__device__ __forceinline__ void store_if(bool does, float* to, float x,
+                                         float y) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
+      "f"(x), "f"(y), "r"(static_cast<int>(does))
+      : "memory");
+}
+
 __device__ __forceinline__ void add_to(float* to, float a, float b, float c,
                                        float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),

@@ -86,12 +86,14 @@ struct Runs {
 
 // ---- Load ----------------------------------------------------------------
 
-/// 128 threads bring queries and keys, 16 rows of 128 bytes at a time.
+/// 128 threads bring queries and keys, 16 rows of 128 bytes at a time. Two
+/// neighbours among keys become rows 8 apart: the same thread gets their sums.
 template <int kHeads, class Plan>
 __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
                       uint32_t base, int groups) {
   const int piece = threadIdx.x % 8, line = threadIdx.x % 128 / 8;
   const uint32_t place = piece_place(line, piece);
+  const uint32_t key_place = piece_place(line / 2 + line % 2 * 8, piece);
   uint32_t fill = 0, query_fill = 0;
   for (Runs<Plan> runs(small, groups); runs.more(); runs.advance()) {
     barrier_wait(shared_address(&small.query_free), (query_fill & 1) ^ 1);
@@ -118,7 +120,8 @@ __device__ void fetch(const SelectParams& params, typename Plan::Small& small,
       const uint32_t stage = fill % Plan::kStages;
       barrier_wait(shared_address(&small.key_free[stage]),
                    (fill / Plan::kStages & 1) ^ 1);
-      const uint32_t to = base + Plan::kKey + stage * Plan::kTileBytes + place;
+      const uint32_t to =
+          base + Plan::kKey + stage * Plan::kTileBytes + key_place;
 #pragma unroll 4
       for (int row = 0; row < Plan::kKeys; row += 16) {
         const int key = tile * Plan::kKeys + row + line;
@@ -166,10 +169,10 @@ struct Scorer {
                 (mine + i) % kHeads * params.weights_head);
     }
     const int query = from + mine / kHeads;
-    const int key = tile * Plan::kKeys + warp * 16 + lane / 4;
+    const int key = tile * Plan::kKeys + warp * 16 + lane / 4 * 2;
     rows = params.chunk - query;
     to = params.scratch + query * params.stride + key;
-    if (kHeads > 32) to += 8 * (lane & 1);
+    if (kHeads > 32) to += lane & 1;
   }
 
   /// sum = keys of a part of a tile times columns.
@@ -187,8 +190,8 @@ struct Scorer {
     wgmma_commit();
   }
 
-  /// Folds over heads and stores, for the next 64 keys. The thread has two of
-  /// them, 8 apart.
+  /// Folds over heads and stores, for the next 64 keys. The thread has two
+  /// neighbours of them.
   __device__ void fold(const float (&sum)[64]) {
     constexpr int kCount = kHeads < 32 ? kHeads : 32;
 #pragma unroll
@@ -212,8 +215,7 @@ struct Scorer {
         const float other = __shfl_xor_sync(~0u, odd ? low : high, 1);
         store_if(q < rows, place, (odd ? high : low) + other + 0.f);
       } else {
-        store_if(q < rows, place, low + 0.f);
-        store_if(q < rows, place + 8, high + 0.f);
+        store_if(q < rows, place, low + 0.f, high + 0.f);
       }
     }
     to += 64;
