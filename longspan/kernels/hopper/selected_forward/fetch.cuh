@@ -7,7 +7,7 @@
 namespace longspan::hopper {
 
 /// Barriers by number. Both warpgroups of arithmetic are 256 threads.
-enum Meeting { kHigh0 = 1, kHigh1, kReady0, kReady1, kFetchers, kSums };
+enum Meeting { kReady0 = 1, kReady1, kFetchers, kSums };
 
 /// Which query and heads a block takes next. Later queries have longer lists
 /// and go first; every other round runs backwards, which evens out the blocks.
@@ -127,8 +127,8 @@ struct Fetcher {
           odd = tiles.next();
         }
         half<0, 0>(even_now, kv);
-        if (two) half<1, 1>(odd_now, kv);
         half<0, 1>(even_now, kv);
+        if (two) half<1, 1>(odd_now, kv);
         if (two) half<1, 0>(odd_now, kv);
         ++fills[0];
         fills[1] += two;

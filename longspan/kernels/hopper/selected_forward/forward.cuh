@@ -7,6 +7,11 @@
 
 namespace longspan::hopper {
 
+/// Tiles are weighed in turn, even ones by the first warpgroup and odd ones by
+/// the second. Each starts from the maximum of the tile before, and hands its
+/// own on with the weights; so nobody waits for a later tile, and the second
+/// adds the even tile's values while it weighs the odd one.
+
 /// The first warpgroup: scores even tiles, holds the left half of the output.
 template <class Plan>
 __device__ void lead(Worker<Plan>& my) {
@@ -53,33 +58,22 @@ __device__ void lead(Worker<Plan>& my) {
       high[0] = my.raised(my.high[0], greatest[0]);
       high[1] = my.raised(my.high[1], greatest[1]);
       my.tell(small.high[0], high);
-      announce(kHigh0, 256);
       my.rescale(high);
       my.weigh();
+      my.publish(Plan::kWeights0);
+      announce(kReady0, 256);
       pin(my.out);
       wgmma_fence();
       my.add_own(Plan::kKey0);
       wgmma_commit();
-      if (two) {
-        meet(kHigh1, 256);
-        my.read(small.high[1], high);
-      }
-      if (__any_sync(~0u, high[0] != my.high[0] || high[1] != my.high[1])) {
-        // Rare: the odd tile has a far greater score.
-        wgmma_wait<0>();
-        pin(my.out);
-        my.publish_rescaled(Plan::kWeights0, high);
-        my.rescale(high);
-        pin(my.out);
-        announce(kReady0, 256);
-      } else {
-        my.publish(Plan::kWeights0);
-        announce(kReady0, 256);
-        wgmma_wait<0>();
-      }
+      wgmma_wait<0>();
+      pin(my.out);
       my.release(small.key_free[0][0]);
       if (!two) break;
       meet(kReady1, 256);
+      my.read(small.high[1], high);
+      my.rescale(high);
+      pin(my.out);
       wgmma_fence();
       my.add_other(Plan::kWeights1, Plan::kKey1);
       wgmma_commit();
@@ -115,7 +109,7 @@ __device__ void follow(Worker<Plan>& my) {
     if (tiles < 2) my.release(small.query_free);
     for (int left = tiles; left > 0; left -= 2) {
       const bool two = left > 1;
-      float high[2];
+      float greatest[2], high[2];
       if (two) {
         barrier_wait(shared_address(&small.key_ready[1][1]), fill & 1);
         fence_for_wgmma();
@@ -130,40 +124,48 @@ __device__ void follow(Worker<Plan>& my) {
         wgmma_wait<0>();
         pin(my.score);
         if (left < 4) my.release(small.query_free);
-        float greatest[2];
         my.finish_scores(small.there[1], greatest);
-        meet(kHigh0, 256);
-        my.read(small.high[0], high);
-        high[0] = my.raised(high[0], greatest[0]);
-        high[1] = my.raised(high[1], greatest[1]);
-        my.tell(small.high[1], high);
-        announce(kHigh1, 256);
+      }
+      meet(kReady0, 256);
+      my.read(small.high[0], high);
+      my.rescale(high);
+      pin(my.out);
+      wgmma_fence();
+      my.add_other(Plan::kWeights0, Plan::kKey0 + kRight);
+      wgmma_commit();
+      if (!two) {
+        wgmma_wait<0>();
+        my.release(small.key_free[0][1]);
+        break;
+      }
+      // The even tile's values go under the odd tile's weights.
+      high[0] = my.raised(high[0], greatest[0]);
+      high[1] = my.raised(high[1], greatest[1]);
+      my.tell(small.high[1], high);
+      if (__any_sync(~0u, high[0] != my.high[0] || high[1] != my.high[1])) {
+        // Rare: the odd tile has a far greater score.
+        wgmma_wait<0>();
+        pin(my.out);
         my.rescale(high);
         my.weigh();
         my.publish(Plan::kWeights1);
         announce(kReady1, 256);
-        pin(my.out);
-        wgmma_fence();
-        my.add_own(Plan::kKey1 + kRight);
-        wgmma_commit();
       } else {
-        meet(kHigh0, 256);
-        my.read(small.high[0], high);
-        my.rescale(high);
-        pin(my.out);
+        my.weigh();
+        my.publish(Plan::kWeights1);
+        announce(kReady1, 256);
+        wgmma_wait<0>();
       }
-      meet(kReady0, 256);
-      wgmma_fence();
-      my.add_other(Plan::kWeights0, Plan::kKey0 + kRight);
-      wgmma_commit();
-      if (two) {
-        wgmma_wait<1>();
-        my.release(small.key_free[1][1]);
-      }
-      wgmma_wait<0>();
+      pin(my.out);
       my.release(small.key_free[0][1]);
+      wgmma_fence();
+      my.add_own(Plan::kKey1 + kRight);
+      wgmma_commit();
+      wgmma_wait<0>();
+      my.release(small.key_free[1][1]);
       pin(my.out);
     }
+    pin(my.out);
     my.template store<1>(ForwardItem(my.params, at), tiles);
   }
 }

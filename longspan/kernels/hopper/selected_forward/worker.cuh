@@ -18,6 +18,7 @@ struct Worker {
   int warp, lane;
   float out[128];
   float score[32];
+  float unit;  // of the scores, in powers of two
   uint32_t weight[4][4];
   float high[2], sum[2];
 
@@ -46,12 +47,12 @@ struct Worker {
     }
   }
 
-  /// Scales and masks the scores, and gives the greatest of each head.
+  /// Masks the scores, and gives the greatest of each head in powers of two.
   __device__ void finish_scores(uint64_t there, float (&greatest)[2]) {
-    if (there == ~0ull) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) score[i] *= params.scale;
+    if (there == ~0ull && params.scale > 0.f) {
+      unit = params.scale;
     } else {
+      unit = 1.f;
       there >>= 2 * (lane & 3);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -64,8 +65,8 @@ struct Worker {
     for (int i = 0; i < 32; ++i) {
       greatest[i / 2 & 1] = fmaxf(greatest[i / 2 & 1], score[i]);
     }
-    greatest[0] = quad_max(greatest[0]);
-    greatest[1] = quad_max(greatest[1]);
+    greatest[0] = quad_max(greatest[0]) * unit;
+    greatest[1] = quad_max(greatest[1]) * unit;
   }
 
   /// Moves everything that was summed to new maxima.
@@ -90,7 +91,7 @@ struct Worker {
     float more[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      score[i] = exp2_fast(score[i] - shift[i / 2 & 1]);
+      score[i] = exp2_fast(fmaf(score[i], unit, -shift[i / 2 & 1]));
       more[i / 2 & 1] += score[i];
     }
     sum[0] += more[0];
@@ -102,25 +103,6 @@ struct Worker {
   /// Lays the weights out for the other warpgroup.
   __device__ void publish(uint32_t place) {
     store_operand(base + place, weight, warp, lane);
-    fence_for_wgmma();
-  }
-
-  /// The same, relative to other maxima.
-  __device__ void publish_rescaled(uint32_t place, const float (&to)[2]) {
-    const int row = 16 * warp + (lane & 15);
-    const float factor[2] = {
-        to[0] == high[0] ? 1.f : exp2_fast(high[0] - to[0]),
-        to[1] == high[1] ? 1.f : exp2_fast(high[1] - to[1])};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float part[8];
-      uint32_t a[4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        part[i] = score[8 * k + i] * factor[i / 2 & 1];
-      pack_operand(a, part, 0);
-      store_tiles(base + place + piece_place(row, 2 * k + (lane >> 4)), a);
-    }
     fence_for_wgmma();
   }
 
