@@ -76,7 +76,9 @@ def test_any_indexer_is_as_exact_as_a_plain_one(heads: int, dim: int, dtype: tor
     # What is left out is no better than what is chosen.
     seen = torch.arange(keys, device="cuda")
     seen = (seen >= start[:, None]) & (seen < end[:, None])
-    chosen = torch.zeros_like(seen).scatter(1, indices.long().clamp_min(0), ~empty)
+    places = indices.long().masked_fill(empty, keys)
+    chosen = torch.zeros(queries, keys + 1, dtype=torch.bool, device="cuda")
+    chosen = chosen.scatter(1, places, True)[:, :keys]
     best_left = exact.masked_fill(~seen | chosen, -math.inf).amax(1)
     worst = truth.masked_fill(empty, math.inf).amin(1)
     assert (best_left <= worst + 1e-6 * size).all()
@@ -175,7 +177,9 @@ def test_any_half_type_and_shape_is_as_exact_as_a_plain_one(
         ("dsink", grads[2], exact.dsink, plain.dsink),
     ]:
         ours, theirs = ((x.detach().cpu().double() - b).norm() / b.norm() for x in (a, c))
-        assert ours <= max(2 * theirs, 4e-3 if dtype == torch.bfloat16 else 1e-3), name
+        # A head's dsink is one number, a sum that may cancel.
+        floor = 2e-2 if name == "dsink" else 4e-3 if dtype == torch.bfloat16 else 1e-3
+        assert ours <= max(2 * theirs, floor), name
     assert lse[0, 2].isneginf().all() and not out[0, 2].any() and not grads[0][0, 2].any()
     seen = ~exact.lse.isneginf()
     torch.testing.assert_close(lse.cpu()[seen].double(), exact.lse[seen], rtol=1e-5, atol=1e-5)
@@ -253,7 +257,7 @@ def test_rows_off_the_grid_of_sixteen_bytes_are_copied() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_a_rank_has_the_bits_of_one_rank(ranks: int) -> None:
     """Every rank's queries over the keys of all, as after a gather."""
-    tokens, slots = 420, 96
+    tokens, slots = 504, 96
     g = torch.Generator("cuda").manual_seed(ranks)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -362,8 +366,9 @@ def test_offsets_past_two_to_the_31() -> None:
         assert torch.equal(chosen[some].cpu(), want)
 
 
-def test_the_indexer_takes_little_more_than_its_answer() -> None:
-    tokens, slots = 16384, 2048
+@pytest.mark.parametrize("tokens", [16384, 65536])
+def test_the_indexer_takes_little_more_than_its_answer(tokens: int) -> None:
+    slots = 2048
     q, k, w, _, _ = indexer(tokens, tokens, 32, 128)
     end = torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
     start = torch.zeros_like(end)
@@ -371,9 +376,19 @@ def test_the_indexer_takes_little_more_than_its_answer() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ops.select_keys(q, k, w, start, end, slots, False)
+    lists = ops.select_keys(q, k, w, start, end, slots, False)[1]
     grown = torch.cuda.max_memory_allocated() - before
     assert grown <= tokens * slots * 4 + (64 << 20)
+    # A long answer lends the place of its last lists to scores; short ones do not.
+    part = 8192
+    for first in range(0, tokens, part):
+        some = slice(first, first + part)
+        given = (q[some], k, w[some], start[some], end[some])
+        assert torch.equal(ops.select_keys(*given, slots, False)[1], lists[some])
+    rows = [torch.stack([t, t.roll(5, 0)]) for t in (q, w, start, end)]
+    keys = torch.stack([k, k])
+    twice = ops.select_keys(rows[0], keys, *rows[1:], slots, False)[1]
+    assert torch.equal(twice[0], lists) and torch.equal(twice[1], lists.roll(5, 0))
 
 
 def test_every_kernel_says_why_it_does_not_run() -> None:

@@ -16,7 +16,8 @@ namespace longspan::hopper {
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);
 std::optional<std::string> why_not_top_keys(const TopKeysArgs& args);
 
-/// Scratch that select_keys wants, at most 64 MB below 12 million keys.
+/// Scratch that select_keys wants, at most 63 MB below 15 million keys; half
+/// of that where the answer is long and can lend a place for scores.
 size_t select_keys_workspace(const SelectKeysArgs& args);
 
 /// `workspace` is device memory at a multiple of 16 bytes, free again when what

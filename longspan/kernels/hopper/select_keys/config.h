@@ -31,9 +31,9 @@ struct SelectParams {
 };
 
 /// Scores of a chunk stay for the most part in L2, which has 60 MB, until they
-/// are read again. Of 65536 keys half as much costs 5 to 12 % of the time, a
-/// fifth more gains 1 to 3 %.
-constexpr int64_t kScratchBytes = 50 << 20;
+/// are read again. A selection takes as long for few rows as for all that the
+/// processors hold: of 65536 keys half as much scratch costs 5 to 12 %.
+constexpr int64_t kScratchBytes = 60 << 20;
 constexpr int kMostChunk = 4096;
 
 /// Tiles and shared memory of the score kernel: keys are rows, queries and

@@ -52,18 +52,44 @@ int64_t stride_of(int64_t keys) {
   return (keys + 255) / 256 * 256;
 }
 
-/// Queries whose scores fit the scratch, whole groups of them, about as many in
-/// every chunk.
-int64_t chunk_of(const KeyScoreArgs& args) {
+/// Queries whose scores fit some bytes of scratch, whole groups of them, about
+/// as many in every chunk.
+int64_t chunk_of(const KeyScoreArgs& args, int64_t bytes) {
   const int64_t group = 256 / args.heads;
-  const int64_t fit =
-      kScratchBytes / 4 / std::max<int64_t>(stride_of(args.keys), 1);
+  const int64_t fit = bytes / 4 / std::max<int64_t>(stride_of(args.keys), 1);
   if (fit < group) return std::max<int64_t>(fit, 1);
   const int64_t most = std::min<int64_t>(fit / group * group, kMostChunk);
   const int64_t chunks = std::max<int64_t>((args.queries + most - 1) / most, 1);
   const int64_t even = (args.queries + chunks - 1) / chunks;
   return (even + group - 1) / group * group;
 }
+
+/// Where scores wait. A long answer lends the place of its last lists, until
+/// their turn comes: they are scored in half as much of the caller's.
+struct Scratch {
+  int64_t chunk;                // of queries
+  int64_t own_chunk;            // in the caller's memory
+  int64_t lent = 0;             // queries of the last row, 0: none
+  float* lent_place = nullptr;  // where those are listed
+
+  explicit Scratch(const SelectKeysArgs& args)
+      : chunk(chunk_of(args, kScratchBytes)), own_chunk(chunk) {
+    const TokenArray<int32_t*>& to = args.indices;
+    const int64_t row_bytes = args.queries * args.slots * 4;
+    if (to.token_stride != args.slots || args.slots % 4 != 0 ||
+        reinterpret_cast<uintptr_t>(to.data) % 16 != 0 ||
+        to.row_stride % 4 != 0 || row_bytes < 8 * kScratchBytes) {
+      return;
+    }
+    const int64_t bytes = chunk * stride_of(args.keys) * 4;
+    if (bytes > row_bytes / 4) return;  // one query takes that much
+    own_chunk = chunk_of(args, kScratchBytes / 2);
+    lent = (bytes + args.slots * 4 - 1) / (args.slots * 4);
+    lent_place =
+        reinterpret_cast<float*>(to.data + (args.rows - 1) * to.row_stride +
+                                 (args.queries - lent) * args.slots);
+  }
+};
 
 }  // namespace
 
@@ -85,7 +111,8 @@ std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args) {
 }
 
 size_t select_keys_workspace(const SelectKeysArgs& args) {
-  return static_cast<size_t>(chunk_of(args) * stride_of(args.keys)) * 4;
+  return static_cast<size_t>(Scratch(args).own_chunk * stride_of(args.keys)) *
+         4;
 }
 
 void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
@@ -96,7 +123,7 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
   const int processors = processor_count();
   const Launch launch = scores_for(args.heads, args.head_dim);
-  const int64_t chunk = chunk_of(args);
+  const Scratch scratch(args);
   bool follows = false;  // a launch of ours, which it may overlap
   for (int64_t row = 0; row < args.rows; ++row) {
     SelectParams params{};
@@ -128,11 +155,18 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
           static_cast<float*>(args.scores.data) + row * args.scores.row_stride;
       params.scores_token = args.scores.token_stride;
     }
-    params.scratch = static_cast<float*>(workspace);
     params.stride = stride_of(args.keys);
-    for (int64_t first = 0; first < args.queries; first += chunk) {
+    // Queries whose lists do not lie where scores are lent a place.
+    const int64_t free =
+        args.queries - (row + 1 == args.rows ? scratch.lent : 0);
+    for (int64_t first = 0; first < args.queries; first += params.chunk) {
+      const bool borrows = scratch.lent > 0 && first < free;
+      params.scratch =
+          borrows ? scratch.lent_place : static_cast<float*>(workspace);
+      const int64_t left = borrows ? free - first : args.queries - first;
       params.first = static_cast<int>(first);
-      params.chunk = static_cast<int>(std::min(chunk, args.queries - first));
+      params.chunk = static_cast<int>(
+          std::min(left, borrows ? scratch.chunk : scratch.own_chunk));
       if (args.keys > 0) {
         check_launch("select_keys", launch(params, processors, follows, on));
         follows = true;
