@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "bench/hopper/common.cuh"
+#include "longspan/kernels/cuda/top_keys.h"
 #include "longspan/kernels/hopper/select_keys.h"
 
 namespace longspan::bench {
@@ -251,7 +252,7 @@ void check_rows(int64_t keys, int64_t slots) {
   args.start = starts.data;
   args.end = ends.data;
   args.indices = indices.data;
-  hopper::top_keys(args, nullptr);
+  top_keys(args, nullptr);
   ok(cudaDeviceSynchronize(), "top_keys");
   const auto got = indices.host();
   std::vector<char> wrong(rows);
@@ -367,7 +368,7 @@ void time_selection(bool all) {
     top.scores = many.data;
     top.stride = T;
     top.indices = indices.data;
-    const double alone = time_ms([&] { hopper::top_keys(top, nullptr); }, 5);
+    const double alone = time_ms([&] { top_keys(top, nullptr); }, 5);
     std::printf("top_keys alone, %lld rows of %lld: %.4f ms, %.3f us a row\n",
                 (long long)chunk, (long long)T, alone, 1e3 * alone / chunk);
     std::fflush(stdout);

@@ -43,7 +43,8 @@ struct ScoreSelectedArgs : KeyScoreArgs {
 struct ScoreSelectedBackwardArgs : KeyScoreArgs {
   TokenArray<const int32_t*> indices;  // [rows, queries, slots], head_stride 0
   TokenArray<const void*> dscores;     // likewise, accumulation type
-  TokenArray<void*> dq;                // like q, accumulation type, written
+  TokenArray<void*> dq;                // like q, written; on the CPU in the
+                                       // accumulation type, on CUDA of `type`
   TokenArray<void*> dk;                // like k, accumulation type, added to
   TokenArray<void*> dweights;          // like weights, written
 };

@@ -5,6 +5,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/kernels/ampere/key_selection.h"
+#include "longspan/kernels/cuda/top_keys.h"
 #include "longspan/kernels/hopper/select_keys.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
@@ -30,10 +31,6 @@ constexpr SelectKernel kSelect[] = {
 
 template <class Args>
 using Kernel = CudaKernel<Args, void (*)(const Args& args, void* stream)>;
-
-constexpr Kernel<TopKeysArgs> kTopKeys[] = {
-    {"hopper", hopper::why_not_top_keys, hopper::top_keys},
-    {"ampere", ampere::why_not_top_keys, ampere::top_keys}};
 
 constexpr Kernel<ScoreSelectedArgs> kScore[] = {
     {"ampere", ampere::why_not_score_selected, ampere::score_selected}};
@@ -102,11 +99,11 @@ at::Tensor score_selected_cuda(const IndexerInputs& in,
   const IndexerInputs ready = aligned_inputs(in);
   ScoreSelectedArgs args;
   ready.fill(args, indices.size(2));
+  const auto* kernel = first_able(kScore, args);
+  if (kernel == nullptr) return score_selected_composite(in, indices);
   const at::Tensor scores = at::empty(indices.sizes(), sums_like(in.q));
   args.indices = without_heads<const int32_t*>(indices);
   args.scores = without_heads<void*>(scores);
-  const auto* kernel = first_able(kScore, args);
-  if (kernel == nullptr) return score_selected_composite(in, indices);
   kernel->run(args, current_stream(scores));
   return scores;
 }
@@ -116,20 +113,20 @@ IndexerGradients score_selected_backward_cuda(const IndexerInputs& in,
                                               const at::Tensor& dscores) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const IndexerInputs ready = aligned_inputs(in);
+  ScoreSelectedBackwardArgs args;
+  ready.fill(args, indices.size(2));
+  const auto* kernel = first_able(kScoreBackward, args);
+  if (kernel == nullptr) {
+    return score_selected_backward_composite(in, indices, dscores);
+  }
   const IndexerGradients sums{at::empty(in.q.sizes(), in.q.options()),
                               at::zeros(in.k.sizes(), sums_like(in.k)),
                               at::empty(in.weights.sizes(), sums_like(in.q))};
-  ScoreSelectedBackwardArgs args;
-  ready.fill(args, indices.size(2));
   args.indices = without_heads<const int32_t*>(indices);
   args.dscores = without_heads<const void*>(dscores);
   args.dq = array_of<void*>(sums.dq);
   args.dk = without_heads<void*>(sums.dk);
   args.dweights = array_of<void*>(sums.dweights);
-  const auto* kernel = first_able(kScoreBackward, args);
-  if (kernel == nullptr) {
-    return score_selected_backward_composite(in, indices, dscores);
-  }
   kernel->run(args, current_stream(sums.dk));
   return sums;
 }
@@ -144,14 +141,13 @@ bool top_keys_on_device(const at::Tensor& scores, const at::Tensor& start,
       .keys = scores.size(1),
       .slots = indices.size(1),
       .scores = scores.const_data_ptr(),
-      .stride = scores.size(1),
+      .stride = scores.stride(0),
       .start = start.const_data_ptr<int32_t>(),
       .end = end.const_data_ptr<int32_t>(),
       .indices = indices.mutable_data_ptr<int32_t>(),
   };
-  const auto* kernel = first_able(kTopKeys, args);
-  if (kernel == nullptr) return false;
-  kernel->run(args, current_stream(scores));
+  if (why_not_top_keys(args)) return false;
+  top_keys(args, current_stream(scores));
   return true;
 }
 

@@ -1,22 +1,9 @@
 #pragma once
 
-#include <optional>
-#include <string>
-
 #include "longspan/kernels/cuda/checks.h"
-#include "longspan/kernels/cuda/device.h"
 #include "longspan/kernels/selected_attention.h"
 
 namespace longspan::ampere {
-
-/// Why code for cards since Ampere does not run on the current device, or
-/// nothing.
-inline std::optional<std::string> why_not_here() {
-  const int generation = device_generation();
-  if (generation >= 80) return std::nullopt;
-  return "the device is of generation " + std::to_string(generation) +
-         ", below 80";
-}
 
 /// The most shared memory that the current device lets a block have.
 inline size_t block_memory() {

@@ -16,7 +16,6 @@ namespace longspan::ampere {
 
 /// Why a kernel cannot take it, or nothing.
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);
-std::optional<std::string> why_not_top_keys(const TopKeysArgs& args);
 std::optional<std::string> why_not_score_selected(
     const ScoreSelectedArgs& args);
 std::optional<std::string> why_not_score_selected_backward(
@@ -29,9 +28,7 @@ size_t select_keys_workspace(const SelectKeysArgs& args);
 /// was launched is done.
 void select_keys(const SelectKeysArgs& args, void* workspace, void* stream);
 
-void top_keys(const TopKeysArgs& args, void* stream);
-
-/// Scores have the bits that select_keys gives them.
+/// Scores have the bits that this select_keys gives them.
 void score_selected(const ScoreSelectedArgs& args, void* stream);
 
 /// `args.dq` is of q's type here. dq and dweights have the same bits every

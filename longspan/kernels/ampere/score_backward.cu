@@ -12,10 +12,7 @@ std::optional<std::string> why_not_score_selected_backward(
   if (!fits_32_bits(args.rows * args.queries * ((args.heads + 15) / 16))) {
     return "more than 2^30 queries and heads";
   }
-  if (reinterpret_cast<uintptr_t>(args.dk.data) % 16 != 0 ||
-      args.dk.row_stride % 4 != 0 || args.dk.token_stride % 4 != 0) {
-    return "dk is not aligned to 16 bytes";
-  }
+  if (!is_aligned(args.dk, 4)) return "dk is not aligned to 16 bytes";
   if (!fits_32_bits(args.dk.token_stride)) {
     return "more than 2^30 elements from one dk to the next";
   }

@@ -35,7 +35,7 @@ inline std::optional<std::string> why_not_score(const KeyScoreArgs& args) {
   if (!is_aligned(args.q) || !is_aligned(args.k)) {
     return "q or k is not aligned to 16 bytes";
   }
-  return why_not_here();
+  return why_not_since(80);
 }
 
 }  // namespace longspan::ampere

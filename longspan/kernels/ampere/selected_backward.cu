@@ -48,11 +48,7 @@ std::optional<std::string> why_not_attend_selected_backward(
   if (!is_aligned(args.dout) || !is_aligned(args.dq)) {
     return "dout or dq is not aligned to 16 bytes";
   }
-  if (reinterpret_cast<uintptr_t>(args.dkv.data) % 16 != 0 ||
-      args.dkv.row_stride % 4 != 0 || args.dkv.token_stride % 4 != 0 ||
-      args.dkv.head_stride % 4 != 0) {
-    return "dkv is not aligned to 16 bytes";
-  }
+  if (!is_aligned(args.dkv, 4)) return "dkv is not aligned to 16 bytes";
   return std::nullopt;
 }
 

@@ -65,7 +65,7 @@ std::optional<std::string> why_not_attend_selected(
   if (!is_aligned(args.q) || !is_aligned(args.kv)) {
     return "q or kv is not aligned to 16 bytes";
   }
-  return why_not_here();
+  return why_not_since(80);
 }
 
 void selected_attention_forward(const SelectedForwardArgs& args, void* stream) {

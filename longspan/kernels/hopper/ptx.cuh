@@ -142,18 +142,6 @@ __device__ __forceinline__ void add_to(float* to, float a, float b, float c,
                : "memory");
 }
 
-// ---- Launches that overlap -----------------------------------------------
-
-/// Waits until the launch before this one is done and its writes are seen.
-__device__ __forceinline__ void after_former_launch() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-/// Lets blocks of the next launch take free processors.
-__device__ __forceinline__ void let_next_launch_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // ---- Registers of a warpgroup --------------------------------------------
 
 template <int kRegisters>

@@ -14,16 +14,14 @@ namespace longspan::hopper {
 
 /// Why the kernel cannot take it, or nothing.
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);
-std::optional<std::string> why_not_top_keys(const TopKeysArgs& args);
 
 /// Scratch that select_keys wants, at most 63 MB below 15 million keys; half
-/// of that where the answer is long and can lend a place for scores.
+/// of that where the answer is long: the place of its last lists then holds
+/// scores until their turn comes.
 size_t select_keys_workspace(const SelectKeysArgs& args);
 
 /// `workspace` is device memory at a multiple of 16 bytes, free again when what
 /// was launched is done.
 void select_keys(const SelectKeysArgs& args, void* workspace, void* stream);
-
-void top_keys(const TopKeysArgs& args, void* stream);
 
 }  // namespace longspan::hopper

@@ -1,15 +1,14 @@
 #include "longspan/kernels/cuda/fold_parts.h"
-
-#include "longspan/core/check.h"
+#include "longspan/kernels/none/absent.h"
 
 namespace longspan {
 
 std::optional<std::string> why_not_fold_parts() {
-  return "longspan was built without a CUDA compiler";
+  return no_compiler();
 }
 
 void fold_parts(const FoldPartsArgs& /*args*/, void* /*stream*/) {
-  throw InternalError("fold_parts: called although it cannot run");
+  never("fold_parts");
 }
 
 }  // namespace longspan

@@ -1,25 +1,9 @@
 #include "longspan/kernels/ampere/key_selection.h"
-#include "longspan/core/check.h"
+#include "longspan/kernels/none/absent.h"
 
 namespace longspan::ampere {
 
-namespace {
-
-std::string no_compiler() {
-  return "longspan was built without a CUDA compiler";
-}
-
-[[noreturn]] void never(const char* who) {
-  throw InternalError(std::string(who) + ": called although it cannot run");
-}
-
-}  // namespace
-
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& /*args*/) {
-  return no_compiler();
-}
-
-std::optional<std::string> why_not_top_keys(const TopKeysArgs& /*args*/) {
   return no_compiler();
 }
 
@@ -40,10 +24,6 @@ size_t select_keys_workspace(const SelectKeysArgs& /*args*/) {
 void select_keys(const SelectKeysArgs& /*args*/, void* /*workspace*/,
                  void* /*stream*/) {
   never("select_keys");
-}
-
-void top_keys(const TopKeysArgs& /*args*/, void* /*stream*/) {
-  never("top_keys");
 }
 
 void score_selected(const ScoreSelectedArgs& /*args*/, void* /*stream*/) {

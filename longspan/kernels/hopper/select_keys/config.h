@@ -6,28 +6,35 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "longspan/kernels/cuda/top_keys/params.h"
+
 namespace longspan::hopper {
 
 /// One row of queries, and those of them whose scores are in scratch at a time.
 /// Strides count elements.
-struct SelectParams {
-  int queries, keys, heads, slots;
+struct SelectParams : TopKeysParams {
+  int heads;
   const __nv_bfloat16* q;
   int64_t q_token, q_head;
   const __nv_bfloat16* k;
   int64_t k_token;
   const float* weights;
   int64_t weights_token, weights_head;
-  const int32_t *start, *end;  // both null: all keys
-  int64_t start_token, end_token;
-  int32_t* indices;
-  int64_t indices_token;
-  float* scores;  // of the chosen; null: not wanted
-  int64_t scores_token;
-  float* scratch;      // [chunk, stride] scores
-  const float* given;  // scores of all queries; null: they are in scratch
-  int64_t stride;      // a multiple of 4
-  int first, chunk;    // queries [first, first + chunk)
+
+  SelectParams(const SelectKeysArgs& args, int64_t row)
+      : TopKeysParams(args, row),
+        heads(static_cast<int>(args.heads)),
+        q(static_cast<const __nv_bfloat16*>(args.q.data) +
+          row * args.q.row_stride),
+        q_token(args.q.token_stride),
+        q_head(args.q.head_stride),
+        k(static_cast<const __nv_bfloat16*>(args.k.data) +
+          row * args.k.row_stride),
+        k_token(args.k.token_stride),
+        weights(static_cast<const float*>(args.weights.data) +
+                row * args.weights.row_stride),
+        weights_token(args.weights.token_stride),
+        weights_head(args.weights.head_stride) {}
 };
 
 /// Scores of a chunk stay for the most part in L2, which has 60 MB, until they
@@ -78,26 +85,6 @@ struct ScorePlan {
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448);
-};
-
-/// The selection, one row a block. kMost scores of a row are looked at in
-/// shared memory; few threads a block leave room for four blocks a processor.
-template <int kBlockThreads>
-struct TopPlan {
-  static constexpr int kThreads = kBlockThreads;
-  static constexpr int kMost = kThreads > 512 ? 8192 : 5120;
-  static constexpr int kSample = 4096;  // of a row that is longer than kMost
-  static constexpr int kBins = 2048;
-
-  struct Shared {
-    uint32_t key[kMost];
-    int place[kMost];
-    uint32_t histogram[kBins];
-    uint32_t warp_total[2][32];
-    uint32_t low[32], high[32];
-    uint32_t digit, rank, in_bin;
-    uint32_t few_count, few[32];
-  };
 };
 
 template <int kHeads, int kDim>

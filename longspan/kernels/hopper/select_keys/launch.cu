@@ -2,33 +2,12 @@
 #include <stdexcept>
 
 #include "longspan/kernels/hopper/checks.h"
-#include "longspan/kernels/hopper/launch_after.cuh"
 #include "longspan/kernels/hopper/select_keys.h"
-#include "longspan/kernels/hopper/select_keys/top_keys.cuh"
+#include "longspan/kernels/hopper/select_keys/config.h"
 
 namespace longspan::hopper {
 
 namespace {
-
-template <int kThreads>
-cudaError_t launch_top_keys(const SelectParams& params, bool follows,
-                            cudaStream_t stream) {
-  return launch_after(top_keys_kernel<kThreads>, params.chunk, kThreads,
-                      sizeof(typename TopPlan<kThreads>::Shared), follows,
-                      stream, params);
-}
-
-/// With few queries, all threads of a processor work on one; with many, four
-/// blocks hide each other's waiting.
-cudaError_t launch_top_keys(const SelectParams& params, int processors,
-                            bool follows, cudaStream_t stream) {
-  if (params.chunk <= processors) {
-    return launch_top_keys<1024>(params, follows, stream);
-  }
-  return params.chunk <= 3 * processors
-             ? launch_top_keys<512>(params, follows, stream)
-             : launch_top_keys<256>(params, follows, stream);
-}
 
 using Launch = cudaError_t (*)(const SelectParams&, int, bool, cudaStream_t);
 
@@ -48,15 +27,11 @@ Launch scores_for(int64_t heads, int dim) {
   }
 }
 
-int64_t stride_of(int64_t keys) {
-  return (keys + 255) / 256 * 256;
-}
-
 /// Queries whose scores fit some bytes of scratch, whole groups of them, about
 /// as many in every chunk.
 int64_t chunk_of(const KeyScoreArgs& args, int64_t bytes) {
-  const int64_t group = 256 / args.heads;
-  const int64_t fit = bytes / 4 / std::max<int64_t>(stride_of(args.keys), 1);
+  const int64_t group = 256 / std::clamp<int64_t>(args.heads, 1, 256);
+  const int64_t fit = bytes / 4 / std::max<int64_t>(score_stride(args.keys), 1);
   if (fit < group) return std::max<int64_t>(fit, 1);
   const int64_t most = std::min<int64_t>(fit / group * group, kMostChunk);
   const int64_t chunks = std::max<int64_t>((args.queries + most - 1) / most, 1);
@@ -81,7 +56,7 @@ struct Scratch {
         to.row_stride % 4 != 0 || row_bytes < 8 * kScratchBytes) {
       return;
     }
-    const int64_t bytes = chunk * stride_of(args.keys) * 4;
+    const int64_t bytes = chunk * score_stride(args.keys) * 4;
     if (bytes > row_bytes / 4) return;  // one query takes that much
     own_chunk = chunk_of(args, kScratchBytes / 2);
     lent = (bytes + args.slots * 4 - 1) / (args.slots * 4);
@@ -111,7 +86,8 @@ std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args) {
 }
 
 size_t select_keys_workspace(const SelectKeysArgs& args) {
-  return static_cast<size_t>(Scratch(args).own_chunk * stride_of(args.keys)) *
+  return static_cast<size_t>(Scratch(args).own_chunk *
+                             score_stride(args.keys)) *
          4;
 }
 
@@ -126,44 +102,15 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
   const Scratch scratch(args);
   bool follows = false;  // a launch of ours, which it may overlap
   for (int64_t row = 0; row < args.rows; ++row) {
-    SelectParams params{};
-    params.queries = static_cast<int>(args.queries);
-    params.keys = static_cast<int>(args.keys);
-    params.heads = static_cast<int>(args.heads);
-    params.slots = static_cast<int>(args.slots);
-    params.q = static_cast<const __nv_bfloat16*>(args.q.data) +
-               row * args.q.row_stride;
-    params.q_token = args.q.token_stride;
-    params.q_head = args.q.head_stride;
-    params.k = static_cast<const __nv_bfloat16*>(args.k.data) +
-               row * args.k.row_stride;
-    params.k_token = args.k.token_stride;
-    params.weights = static_cast<const float*>(args.weights.data) +
-                     row * args.weights.row_stride;
-    params.weights_token = args.weights.token_stride;
-    params.weights_head = args.weights.head_stride;
-    if (args.start.data != nullptr) {
-      params.start = args.start.data + row * args.start.row_stride;
-      params.end = args.end.data + row * args.end.row_stride;
-      params.start_token = args.start.token_stride;
-      params.end_token = args.end.token_stride;
-    }
-    params.indices = args.indices.data + row * args.indices.row_stride;
-    params.indices_token = args.indices.token_stride;
-    if (args.scores.data != nullptr) {
-      params.scores =
-          static_cast<float*>(args.scores.data) + row * args.scores.row_stride;
-      params.scores_token = args.scores.token_stride;
-    }
-    params.stride = stride_of(args.keys);
+    SelectParams params(args, row);
     // Queries whose lists do not lie where scores are lent a place.
-    const int64_t free =
+    const int64_t unlent =
         args.queries - (row + 1 == args.rows ? scratch.lent : 0);
     for (int64_t first = 0; first < args.queries; first += params.chunk) {
-      const bool borrows = scratch.lent > 0 && first < free;
+      const bool borrows = scratch.lent > 0 && first < unlent;
       params.scratch =
           borrows ? scratch.lent_place : static_cast<float*>(workspace);
-      const int64_t left = borrows ? free - first : args.queries - first;
+      const int64_t left = borrows ? unlent - first : args.queries - first;
       params.first = static_cast<int>(first);
       params.chunk = static_cast<int>(
           std::min(left, borrows ? scratch.chunk : scratch.own_chunk));
@@ -176,39 +123,6 @@ void select_keys(const SelectKeysArgs& args, void* workspace, void* stream) {
       follows = true;
     }
   }
-}
-
-std::optional<std::string> why_not_top_keys(const TopKeysArgs& args) {
-  if (args.type != ElementType::float32) return "scores are not float32";
-  if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
-      !fits_32_bits(args.slots)) {
-    return "more than 2^30 queries, keys or slots";
-  }
-  if (reinterpret_cast<uintptr_t>(args.scores) % 16 != 0 ||
-      args.stride % 4 != 0) {
-    return "scores are not aligned to 16 bytes";
-  }
-  return why_not_here();
-}
-
-void top_keys(const TopKeysArgs& args, void* stream) {
-  if (args.queries * args.slots == 0) return;
-  if (const auto reason = why_not_top_keys(args)) {
-    throw std::invalid_argument("top_keys: " + *reason);
-  }
-  SelectParams params{};
-  params.queries = params.chunk = static_cast<int>(args.queries);
-  params.keys = static_cast<int>(args.keys);
-  params.slots = static_cast<int>(args.slots);
-  params.start = args.start;
-  params.end = args.end;
-  params.start_token = params.end_token = 1;
-  params.indices = args.indices;
-  params.indices_token = args.slots;
-  params.given = static_cast<const float*>(args.scores);
-  params.stride = args.stride;
-  check_launch("top_keys", launch_top_keys(params, processor_count(), false,
-                                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace longspan::hopper

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "longspan/kernels/cuda/launch_after.cuh"
+#include "longspan/kernels/cuda/top_keys/window.cuh"
 #include "longspan/kernels/hopper/fragment.cuh"
-#include "longspan/kernels/hopper/launch_after.cuh"
 #include "longspan/kernels/hopper/select_keys/config.h"
-#include "longspan/kernels/hopper/select_keys/window.cuh"
 #include "longspan/kernels/hopper/wgmma.cuh"
 
 namespace longspan::hopper {

@@ -15,9 +15,7 @@ void selected_attention_backward(const SelectedBackwardArgs& args,
   if (!reason && (!is_aligned(args.dout) || !is_aligned(args.dq))) {
     reason = "dout or dq is not aligned to 16 bytes";
   }
-  if (!reason &&
-      (reinterpret_cast<uintptr_t>(args.dkv.data) % 16 != 0 ||
-       args.dkv.row_stride % 4 != 0 || args.dkv.token_stride % 4 != 0)) {
+  if (!reason && !is_aligned(args.dkv, 4)) {
     reason = "dkv is not aligned to 16 bytes";
   }
   if (reason) {

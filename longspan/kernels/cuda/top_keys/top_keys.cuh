@@ -1,10 +1,9 @@
 #pragma once
 
-#include "longspan/kernels/hopper/ptx.cuh"
-#include "longspan/kernels/hopper/select_keys/config.h"
-#include "longspan/kernels/hopper/select_keys/window.cuh"
+#include "longspan/kernels/cuda/launch_after.cuh"
+#include "longspan/kernels/cuda/top_keys/window.cuh"
 
-namespace longspan::hopper {
+namespace longspan {
 
 /// Scores as unsigned numbers of the same order: NaN above all, -0 equal to +0.
 __device__ __forceinline__ uint32_t ordered(float x) {
@@ -442,7 +441,7 @@ struct TopKeys {
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    top_keys_kernel(const __grid_constant__ SelectParams params) {
+    top_keys_kernel(const __grid_constant__ TopKeysParams params) {
   extern __shared__ __align__(16) uint8_t memory[];
   const int query = params.first + static_cast<int>(blockIdx.x);
   const Window window(params, query);
@@ -459,4 +458,4 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
                                    : nullptr);
 }
 
-}  // namespace longspan::hopper
+}  // namespace longspan

@@ -1,14 +1,14 @@
 #pragma once
 
-#include "longspan/kernels/hopper/select_keys/config.h"
+#include "longspan/kernels/cuda/top_keys/params.h"
 
-namespace longspan::hopper {
+namespace longspan {
 
 /// The keys a query may choose from.
 struct Window {
   int first, end;
 
-  __device__ Window(const SelectParams& params, int query) {
+  __device__ Window(const TopKeysParams& params, int query) {
     first = 0;
     end = params.keys;
     if (params.start != nullptr) {
@@ -19,9 +19,9 @@ struct Window {
   }
   __device__ int size() const { return end - first; }
   /// Whether scores decide anything.
-  __device__ bool matters(const SelectParams& params) const {
+  __device__ bool matters(const TopKeysParams& params) const {
     return size() > (params.scores != nullptr ? 0 : params.slots);
   }
 };
 
-}  // namespace longspan::hopper
+}  // namespace longspan

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace longspan::hopper {
+namespace longspan {
 
 /// Launches a kernel with one argument. When it `follows` a launch of ours, its
 /// blocks may begin before that one is done, and wait where they must.
@@ -29,4 +29,19 @@ cudaError_t launch_after(void (*kernel)(Params), int blocks, int threads,
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-}  // namespace longspan::hopper
+/// Waits until the launch before this one is done and its writes are seen.
+/// Before Hopper launches do not overlap.
+__device__ __forceinline__ void after_former_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets blocks of the next launch take free processors.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace longspan
