@@ -110,7 +110,7 @@ void check_case(const GenericShape& shape, Parts parts) {
   if (parts.weights) {
     const auto want = weights.host();
     check_weights_of(data, want, ampere::selected_weights, "weights ");
-    if (!hopper::why_not_attend_selected(data.weights_args())) {
+    if (!hopper::why_not_selected_weights(data.weights_args())) {
       check_weights_of(data, want, hopper::selected_weights, "on Hopper ");
     }
   }
@@ -137,7 +137,7 @@ const GenericShape kShapes[] = {
 /// Lists with more tiles than a kernel remembers: both kernels agree.
 void check_long_lists() {
   Case<bf16> data({1, 5, 40000, 64, 1, 36000, 576, 512}, true);
-  if (hopper::why_not_attend_selected(data.weights_args())) return;
+  if (hopper::why_not_selected_weights(data.weights_args())) return;
   ampere::selected_attention_forward(data.forward_args(), nullptr);
   ok(cudaMemcpy(data.lse.data, data.only_lse.data, data.places * 4,
                 cudaMemcpyDefault),

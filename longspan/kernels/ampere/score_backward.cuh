@@ -39,25 +39,6 @@ struct ScoreBackwardPlan {
   };
 };
 
-/// A power of two that brings the greatest of some derivatives close to 2^12:
-/// float16 has few exponents.
-__device__ inline float scale_for(float greatest) {
-  if (!(greatest > 0.f) || isinf(greatest)) return 1.f;
-  return ldexpf(1.f, min(100, max(-100, 12 - ilogbf(greatest))));
-}
-
-__device__ inline float block_max(float x, float* scratch) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  }
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
-  __syncthreads();
-  return x;
-}
-
 template <class Element, int kDepth, int kHeads>
 __global__ void __launch_bounds__(128, kDepth > 128  ? 2
                                        : kHeads > 32 ? 3
@@ -120,8 +101,8 @@ __global__ void __launch_bounds__(128, kDepth > 128  ? 2
       }
     }
     float weight = thread < kHeads ? fabsf(shared.weight[thread]) : 0.f;
-    greatest = block_max(greatest, shared.sums[0]);
-    scale = scale_for(greatest * block_max(weight, shared.sums[0]));
+    greatest = block_max<4>(greatest, shared.sums[0]);
+    scale = scale_to(12, greatest * block_max<4>(weight, shared.sums[0]));
   }
   const float inverse = 1.f / scale;
 

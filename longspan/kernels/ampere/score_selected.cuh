@@ -85,7 +85,11 @@ __global__ void __launch_bounds__(128)
     copies_commit();
   };
   int tile = list.after(-1);
-  if (tile >= list.tiles) return;
+  if (tile >= list.tiles) {  // a block without keys still waits
+    copies_commit();
+    copies_wait<0>();
+    return;
+  }
   int next = list.after(tile);
   if (thread < kKeys) {
     small.key[0][thread] = list_keys(tile);

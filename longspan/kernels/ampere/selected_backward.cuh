@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "longspan/kernels/ampere/listed_keys.cuh"
 
@@ -88,6 +89,10 @@ struct Backward {
   Element *query, *dout, *keys, *weights, *dscores;
   int32_t* slots;  // of tiles
 
+  /// Derivatives of scores are kept so many times as great.
+  static constexpr bool kScales = std::is_same_v<Element, __half>;
+  float factor = 1.f, inverse = 1.f;
+
   __device__ Backward(const SelectedBackwardArgs& args, void* memory)
       : args(args),
         item(args, Plan::kHeads),
@@ -103,6 +108,19 @@ struct Backward {
     weights = keys + Plan::kKeys * pitch;
     dscores = weights + Plan::kHeads * Plan::kPitch;
     slots = reinterpret_cast<int32_t*>(dscores + Plan::kHeads * Plan::kPitch);
+  }
+
+  /// Finds the factor from dout, when it is there.
+  __device__ void choose_factor() {
+    float greatest = 0.f;
+    for (int i = threadIdx.x; i < Plan::kHeads * value_pitch;
+         i += Plan::kThreads) {
+      if (i % value_pitch >= value_depth) continue;
+      greatest = fmaxf(greatest, fabsf(static_cast<float>(dout[i])));
+    }
+    factor = scale_to(0, block_max<Plan::kWarps>(
+                             greatest, reinterpret_cast<float*>(weights)));
+    inverse = 1.f / factor;
   }
 
   /// Weights and the derivatives of scores, in shared memory. `lse` is infinite
@@ -147,7 +165,7 @@ struct Backward {
         }
       }
     }
-    const auto scale = static_cast<float>(args.scale);
+    const float scale = static_cast<float>(args.scale) * factor;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int j = first + 8 * n + lane % 4 * 2;
@@ -203,7 +221,7 @@ struct Backward {
   /// d[m][n] += channels from 16 m on of `rows`, turned, times keys from 8 n on
   /// of `heads`.
   __device__ void multiply_turned(
-      float (&d)[2][4][4], const Element* rows, int row_pitch,
+      float (&d)[2][4][4], const Element* rows, int pitch_of_rows,
       const uint32_t (&heads)[Plan::kRowTiles][2][4]) const {
 #pragma unroll
     for (int h = 0; h < Plan::kRowTiles; ++h) {
@@ -211,8 +229,8 @@ struct Backward {
       for (int m = 0; m < 2; ++m) {
         uint32_t a[4];
         load_turned_tiles(
-            a, rows + (16 * h + lane % 8 + lane / 16 * 8) * row_pitch + 16 * m +
-                   lane / 8 % 2 * 8);
+            a, rows + (16 * h + lane % 8 + lane / 16 * 8) * pitch_of_rows +
+                   16 * m + lane / 8 % 2 * 8);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           multiply<Element>(d[m][n], a, heads[h][n / 2][n % 2 * 2],
@@ -247,6 +265,10 @@ struct Backward {
       float d[2][4][4] = {};
       if constexpr (!Plan::kHolds) load(s, dscores);
       multiply_turned(d, query + c, pitch, s);
+      if constexpr (kScales) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) d[i / 16][i / 4 % 4][i % 4] *= inverse;
+      }
       if (c < value_depth) {
         if constexpr (!Plan::kHolds) load(p, weights);
         multiply_turned(d, dout + c, value_pitch, p);
@@ -282,7 +304,7 @@ struct Backward {
             if (channel >= args.head_dim) continue;
             const float* value = dq[g][m] + 4 * part + 2 * half;
             *reinterpret_cast<uint32_t*>(row + channel) =
-                packed<Element>(value[0], value[1]);
+                packed<Element>(value[0] * inverse, value[1] * inverse);
           }
         }
       }
@@ -295,12 +317,18 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocksAtOnce)
     backward_kernel(const __grid_constant__ SelectedBackwardArgs args) {
   extern __shared__ __align__(16) uint8_t memory[];
   constexpr float kLog2e = 1.4426950408889634f;
-  const Backward<Plan, Element> block(args, memory);
+  Backward<Plan, Element> block(args, memory);
   const BlockItem& item = block.item;
   fetch_heads<Plan::kThreads, Plan::kHeads>(block.query, args.head_dim, args.q,
                                             item, item.heads);
   fetch_heads<Plan::kThreads, Plan::kHeads>(block.dout, args.value_dim,
                                             args.dout, item, item.heads);
+  if constexpr (block.kScales) {
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+    block.choose_factor();
+  }
   float lse[2], delta[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

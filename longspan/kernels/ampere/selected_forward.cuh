@@ -179,7 +179,7 @@ struct Forward {
       float total = 0.f;
 #pragma unroll
       for (int w = 0; w < 4; ++w) total += sums[w * 16 + row];
-      const bool empty = high[i] == -INFINITY;
+      const bool empty = total == 0.f;  // NaN where a score is
       if (part == 0 && lane % 4 == 0) {
         item.template of_query<float>(args.lse)[head * args.lse.head_stride] =
             empty ? -INFINITY : high[i] * kLn2 + logf(total);

@@ -104,4 +104,26 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+/// The greatest of all threads, for a block of kWarps warps.
+template <int kWarps>
+__device__ inline float block_max(float x, float* scratch) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  }
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) x = fmaxf(x, scratch[warp]);
+  __syncthreads();
+  return x;
+}
+
+/// A power of two that brings the greatest of some derivatives close to 2^to:
+/// float16 has few exponents.
+__device__ inline float scale_to(int to, float greatest) {
+  if (!(greatest > 0.f) || isinf(greatest)) return 1.f;
+  return ldexpf(1.f, min(100, max(-100, to - ilogbf(greatest))));
+}
+
 }  // namespace longspan::ampere

@@ -59,9 +59,10 @@ struct ForwardPlan {
     uint64_t query_ready, query_free;
     uint64_t key_ready[2][2], key_free[2][2];  // tile, half
     uint64_t there[2];                         // bit j: slot j holds a key
-    float high[2][64], sum[2][64];             // of either warpgroup, a head
-    int tiles;                                 // of this query
-    uint8_t live[2][kMarkedTiles];             // of this query and the next
+    float high[2][64];                         // of either warpgroup, a head
+    float sum[2][2][64];  // likewise, of this query and the one before
+    int tiles;            // of this query
+    uint8_t live[2][kMarkedTiles];  // of this query and the next
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448);

@@ -7,7 +7,7 @@
 namespace longspan::hopper {
 
 /// Barriers by number. Both warpgroups of arithmetic are 256 threads.
-enum Meeting { kReady0 = 1, kReady1, kFetchers, kSums };
+enum Meeting { kReady0 = 1, kReady1, kFetchers, kSums, kScored };
 
 /// Which query and heads a block takes next. Later queries have longer lists
 /// and go first; every other round runs backwards, which evens out the blocks.

@@ -42,7 +42,7 @@ __device__ void lead(Worker<Plan>& my) {
     my.begin();
     if (tiles == 0) {
       my.release(small.query_free);
-      my.template store<0>(ForwardItem(my.params, at), tiles);
+      my.template store<0>(ForwardItem(my.params, at), tiles, round);
       continue;
     }
     score();
@@ -55,6 +55,8 @@ __device__ void lead(Worker<Plan>& my) {
       if (!more) my.release(small.query_free);
       float greatest[2], high[2];
       my.finish_scores(small.there[0], greatest);
+      // Weights go where other warps may still be reading keys.
+      if constexpr (Plan::kWeights0 < Plan::kKey1) meet(kScored, 128);
       high[0] = my.raised(my.high[0], greatest[0]);
       high[1] = my.raised(my.high[1], greatest[1]);
       my.tell(small.high[0], high);
@@ -88,7 +90,7 @@ __device__ void lead(Worker<Plan>& my) {
       score_rest();
     }
     pin(my.out);
-    my.template store<0>(ForwardItem(my.params, at), tiles);
+    my.template store<0>(ForwardItem(my.params, at), tiles, round);
   }
 }
 
@@ -166,7 +168,7 @@ __device__ void follow(Worker<Plan>& my) {
       pin(my.out);
     }
     pin(my.out);
-    my.template store<1>(ForwardItem(my.params, at), tiles);
+    my.template store<1>(ForwardItem(my.params, at), tiles, round);
   }
 }
 

@@ -146,14 +146,15 @@ struct Worker {
   }
 
   template <int kGroup>
-  __device__ void store(const ForwardItem& item, int tiles) {
+  __device__ void store(const ForwardItem& item, int tiles, int round) {
     if (tiles > 0) {
       sum[0] = quad_sum(sum[0]);
       sum[1] = quad_sum(sum[1]);
-      tell(small.sum[kGroup], sum);
+      auto& board = small.sum[round & 1];
+      tell(board[kGroup], sum);
       meet(kSums, 256);
       float other[2];
-      read(small.sum[1 - kGroup], other);
+      read(board[1 - kGroup], other);
       sum[0] += other[0];
       sum[1] += other[1];
     }
@@ -169,15 +170,16 @@ struct Worker {
                           item.query * params.out_token +
                           head * params.out_head + 256 * kGroup
                     : nullptr;
+      const bool empty = sum[i] == 0.f;  // NaN where a score is
       float total = sum[i];
       if (params.sink != nullptr && there) {
         total += exp2_fast(params.sink[head] * kLog2e - high[i]);
       }
-      scale[i] = high[i] == -INFINITY ? 0.f : 1.f / total;
+      scale[i] = empty ? 0.f : 1.f / total;
       if (kGroup == 0 && there && (lane & 3) == 0) {
         params.lse[item.row * params.lse_row + item.query * params.lse_token +
                    head * params.lse_head] =
-            high[i] == -INFINITY ? -INFINITY : (high[i] + log2f(sum[i])) * kLn2;
+            empty ? -INFINITY : (high[i] + log2f(sum[i])) * kLn2;
       }
     }
     store_rows(out, scale[0], scale[1], to[0], to[1], lane);
