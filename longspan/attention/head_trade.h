@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "longspan/comm/group.h"
+#include "longspan/core/token_range.h"
 #include "longspan/plan/plan.h"
 
 namespace longspan {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/even_heads.h"

@@ -1,5 +1,7 @@
 #include "longspan/ops/registering.h"
 
+#include <utility>
+
 #include "longspan/core/check.h"
 #include "longspan/ops/partial_attention.h"
 

@@ -162,10 +162,16 @@ at::Tensor top(const at::Tensor& scores, int64_t slots,
   if (top_keys_on_device(rows, from, to, indices)) return checked;
   for (int64_t first = 0; first < rows.size(0); first += most) {
     const int64_t n = std::min(most, rows.size(0) - first);
-    indices.narrow(0, first, n)
-        .copy_(top_keys_composite(rows.narrow(0, first, n), slots,
-                                  from.narrow(0, first, n),
-                                  to.narrow(0, first, n)));
+    const at::Tensor start_of = from.narrow(0, first, n);
+    const at::Tensor end_of = to.narrow(0, first, n);
+    at::Tensor some = rows.narrow(0, first, n);
+    at::Tensor chosen = indices.narrow(0, first, n);
+    // Kernels read four scores at a time.
+    const at::Tensor wide = at::constant_pad_nd(some, {0, 3 - (keys + 3) % 4});
+    if (top_keys_on_device(wide.narrow(1, 0, keys), start_of, end_of, chosen)) {
+      continue;
+    }
+    chosen.copy_(top_keys_composite(some, slots, start_of, end_of));
   }
   return checked;
 }

@@ -30,7 +30,8 @@ Selection select_keys(const at::Tensor& q, const at::Tensor& k,
                       bool with_scores = false);
 
 /// The scores of given keys, [Tq, slots], differentiable in q, k and weights;
-/// -inf where a slot is outside [0, Tk).
+/// -inf where a slot is outside [0, Tk). On CUDA they may differ from those of
+/// select_keys in the last bits: another kernel sums them.
 ///
 /// torch.ops.longspan.score_selected(q, k, weights, indices)
 at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,

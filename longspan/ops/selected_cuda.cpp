@@ -9,6 +9,7 @@
 #include "longspan/kernels/hopper/selected_attention.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
+#include "longspan/ops/partial_attention.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {
@@ -95,18 +96,18 @@ SelectedSums attend_selected_backward_cuda(const SelectedInputs& in,
                                            const SelectedResult& result) {
   const c10::OptionalDeviceGuard guard(in.q.device());
   const SelectedInputs ready = aligned_inputs(in);
+  SelectedBackwardArgs args;
+  ready.fill(args);
+  const auto* kernel = first_able(kBackward, args);
+  if (kernel == nullptr) return attend_selected_backward_composite(in, result);
   const at::Tensor dout = with_aligned_rows(result.dout);
   const SelectedSums sums{at::empty(in.q.sizes(), in.q.options()),
                           at::zeros(in.kv.sizes(), sums_like(in.kv))};
-  SelectedBackwardArgs args;
-  ready.fill(args);
   args.dout = array_of<const void*>(dout);
   args.lse = array_of<const void*>(result.lse);
   args.delta = array_of<const void*>(result.delta);
   args.dq = array_of<void*>(sums.dq);
   args.dkv = array_of<void*>(sums.dkv);
-  const auto* kernel = first_able(kBackward, args);
-  if (kernel == nullptr) return attend_selected_backward_composite(in, result);
   kernel->run(args, current_stream(in.q));
   return sums;
 }

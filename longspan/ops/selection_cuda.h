@@ -25,7 +25,7 @@ IndexerGradients score_selected_backward_cuda(const IndexerInputs& in,
 std::string which_indexer_kernel_cuda(const IndexerInputs& in, int64_t slots,
                                       IndexerWork work);
 
-/// False where no kernel takes it. Tensors are contiguous.
+/// False where no kernel takes it. Rows of scores may be apart.
 bool top_keys_on_device(const at::Tensor& scores, const at::Tensor& start,
                         const at::Tensor& end, at::Tensor& indices);
 

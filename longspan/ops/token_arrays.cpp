@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdint>
+
 namespace longspan {
 
 at::Tensor with_contiguous_channels(const at::Tensor& tensor) {
@@ -12,6 +14,7 @@ at::Tensor with_contiguous_channels(const at::Tensor& tensor) {
 at::Tensor with_aligned_rows(const at::Tensor& tensor) {
   constexpr int64_t kBytes = 16;
   const auto element = static_cast<int64_t>(tensor.element_size());
+  if (tensor.size(-1) * element % kBytes != 0) return tensor;  // a copy neither
   bool aligned =
       reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0 &&
       (tensor.size(-1) <= 1 || tensor.stride(-1) == 1);

@@ -20,7 +20,7 @@ inline constexpr int64_t kMostChannels = 576;
 at::Tensor with_contiguous_channels(const at::Tensor& tensor);
 
 /// The same where every row of channels also starts at a multiple of 16 bytes,
-/// as kernels on CUDA read them.
+/// as kernels on CUDA read them; the tensor itself where no copy would.
 at::Tensor with_aligned_rows(const at::Tensor& tensor);
 
 /// Ranges of the first axis, one after another; a view where there is only one.

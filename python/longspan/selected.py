@@ -295,8 +295,10 @@ def which_indexer_kernel(
     slots: int,
     work: str = "select",
 ) -> str:
-    """The same for an indexer: `work` is "select" (`select_keys`), "score"
-    (`score_selected`) or "score_backward"."""
+    """Which kernel computes an indexer's work on such tensors on one rank, and why a
+    faster one does not: "hopper", "ampere, not hopper: no kernel for 24 heads of 128
+    channels". `work` is "select" (`select_keys`), "score" (`score_selected`) or
+    "score_backward", its derivative."""
     return _C.which_indexer_kernel(q, k, weights, slots, work)
 
 
