@@ -314,9 +314,12 @@ def test_half_types_choose_by_their_own_scores(case: Indexer, dtype: torch.dtype
     assert torch.equal(indices, greatest(scores, case.slots, start, end))
 
 
+@devices
+@pytest.mark.parametrize("dim", [32, 64])
 @pytest.mark.parametrize("cut", [1, 3, 4])
-def test_the_same_choice_however_queries_are_cut(cut: int) -> None:
-    q, k, w, start, end = Indexer("cut", queries=12, heads=8, dim=32).tensors(torch.bfloat16, "cpu")
+def test_the_same_choice_however_queries_are_cut(cut: int, dim: int, device: str) -> None:
+    case = Indexer("cut", queries=12, heads=8, dim=dim)
+    q, k, w, start, end = case.tensors(torch.bfloat16, device)
     whole = ops.select_keys(q, k, w, start, end, 9, True)
     parts = []
     for i in range(0, 12, cut):
@@ -346,7 +349,7 @@ ROWS = {
 @pytest.mark.parametrize("kind", ROWS)
 def test_top_keys_of_hard_rows(kind: str, dtype: torch.dtype, device: str) -> None:
     slots = 40
-    for keys in (1, slots - 1, slots, slots + 1, 300):
+    for keys in (1, slots - 1, slots, slots + 1, 300, 6001, 20000):
         row = torch.tensor(ROWS[kind](keys), dtype=dtype)
         windows = [
             (0, keys),
@@ -636,15 +639,26 @@ def test_derivatives_refuse_what_does_not_fit() -> None:
     refused(r"`dscores` is float32 \[5, 2\]", back, scores[:, :2], q, kv, w, lists, False)
 
 
-def test_no_heads_and_diverged_heads_are_not_hidden() -> None:
-    lists = torch.tensor([[0, 1, -1]]).int()
-    kv, empty = torch.randn(4, 8), torch.zeros(1, 0, 8)
-    out, lse = ops.attend_selected(empty, kv, lists, None, 1.0, 0)
-    assert out.shape == (1, 0, 8)
+@devices
+@pytest.mark.parametrize(
+    ("dim", "values", "dtype"),
+    [(8, 8, torch.float32), (8, 8, torch.bfloat16), (576, 512, torch.bfloat16)],
+    ids=str,
+)
+def test_no_heads_and_diverged_heads_are_not_hidden(
+    dim: int, values: int, dtype: torch.dtype, device: str
+) -> None:
+    lists = torch.tensor([[0, 1, -1]], device=device).int()
+    kv = torch.randn(4, dim).to(device, dtype)
+    empty = torch.zeros(1, 0, dim, device=device, dtype=dtype)
+    out, lse = ops.attend_selected(empty, kv, lists, None, 1.0, values)
+    assert out.shape == (1, 0, values)
     assert not ops.selected_weights(empty, kv, lists, lse, None, 1.0).any()
-    bad = torch.full((1, 2, 8), float("nan"))
-    _, lse = ops.attend_selected(bad, kv, lists, None, 1.0, 0)
+    bad = torch.full((1, 2, dim), float("nan"), device=device, dtype=dtype).requires_grad_()
+    out, lse = ops.attend_selected(bad, kv, lists, None, 1.0, values)
+    assert out.isnan().all() and lse.isnan().all()
     assert ops.selected_weights(bad, kv, lists, lse, None, 1.0)[0, :2].isnan().all()
+    assert torch.autograd.grad(out.sum(), bad)[0].isnan().all()
 
 
 def test_select_keys_refuses_what_does_not_fit() -> None:

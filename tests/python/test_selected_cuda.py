@@ -137,7 +137,7 @@ def test_large_heads_are_as_exact_as_plain_bfloat16(heads: int, dim: int, slots:
     blind = exact.lse.isneginf()
     assert blind.any() and torch.equal(lse.isneginf().cpu(), blind)
     assert not out.cpu()[blind].any() and not grads[0].cpu()[blind].any()
-    torch.testing.assert_close(lse.cpu()[~blind].double(), exact.lse[~blind], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.cpu()[~blind].double(), exact.lse[~blind], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -194,6 +194,55 @@ def test_any_half_type_and_shape_is_as_exact_as_a_plain_one(
         assert (weights[:, :, group] - want).norm() <= 1e-5 * want.norm()
 
 
+def test_small_gradients_of_float16_survive() -> None:
+    """Weights of a long list times a small gradient lie below float16's exponents."""
+    g = torch.Generator("cuda").manual_seed(3)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=g, device="cuda").half()
+
+    q, kv, dout = normal(4, 16, 128), normal(2048, 128), normal(4, 16, 64) * 1e-3
+    lists = torch.arange(2048, device="cuda").int().expand(4, -1).contiguous()
+    scale = 128**-0.5
+    back = ops.attend_selected_backward
+
+    def gradients(dtype: torch.dtype) -> Any:
+        given = [t.to(dtype) for t in (q, kv, dout)]
+        out, lse = ops.attend_selected(given[0], given[1], lists, None, scale, 64)
+        return back(given[2], given[0], given[1], lists, None, out, lse, scale, 64, True)[:2]
+
+    for a, b in zip(gradients(torch.half), gradients(torch.double), strict=True):
+        assert (a.double() - b).norm() <= 1e-2 * b.norm()
+
+
+def test_nothing_to_do_is_done() -> None:
+    """Without queries, slots or keys, in shapes of every kernel."""
+    for heads, dim, values in ((64, 576, 512), (8, 64, 64)):
+        for queries, keys, slots in ((0, 9, 4), (3, 9, 0), (3, 0, 4)):
+            q = torch.ones(queries, heads, dim, device="cuda").bfloat16().requires_grad_()
+            kv = torch.ones(keys, dim, device="cuda").bfloat16().requires_grad_()
+            lists = torch.zeros(queries, slots, device="cuda").int()
+            out, lse = ops.attend_selected(q, kv, lists, None, 1.0, values)
+            assert not out.any() and lse.isneginf().all()
+            dq, dkv = torch.autograd.grad(out.sum(), (q, kv))
+            assert not dq.any() and not dkv.any()
+            assert not ops.selected_weights(q, kv, lists, lse, None, 1.0).any()
+    for heads, dim in ((32, 128), (5, 40)):
+        for queries, keys, slots in ((0, 9, 4), (3, 9, 0), (3, 0, 4)):
+            q = torch.ones(queries, heads, dim, device="cuda").bfloat16().requires_grad_()
+            k = torch.ones(keys, dim, device="cuda").bfloat16().requires_grad_()
+            w = torch.ones(queries, heads, device="cuda").requires_grad_()
+            window = torch.zeros(queries, device="cuda").int()
+            scores, lists = ops.select_keys(q, k, w, window, window + 9, slots, True)
+            assert lists.shape == (queries, slots)
+            if keys == 0:
+                assert (lists == -1).all() and scores.isneginf().all()
+                lists = torch.zeros_like(lists)
+            scores = ops.score_selected(q, k, w, lists)
+            for grad in torch.autograd.grad(scores.sum(), (q, k, w)):
+                assert slots * keys * queries or not grad.any()
+
+
 def test_a_hundred_repeats_have_the_same_bits() -> None:
     q, k, w, start, end = indexer(256, 3000, 32, 128)
     lists = ops.select_keys(q, k, w, start, end, 512, True)
@@ -210,11 +259,19 @@ def test_a_graph_captures_a_layer() -> None:
     q, k, w, start, end = indexer(128, 900, 32, 128)
     a, kv, _, sink, dout = attending(128, 64, 576, 64)
 
+    back, score_back = ops.attend_selected_backward, ops.score_selected_backward
+
     def layer() -> list[torch.Tensor]:
-        indices = ops.select_keys(q, k, w, start, end, 64, False)[1]
-        out, lse = ops.attend_selected(a, kv, indices, sink, 0.05, 512)
-        back = ops.attend_selected_backward
-        return [out, *back(dout, a, kv, indices, sink, out, lse, 0.05, 512, True)]
+        found = []
+        for dtype in (torch.bfloat16, torch.float16):  # kernels of both folders
+            iq, ik, x, y, dz = (t.to(dtype) for t in (q, k, a, kv, dout))
+            scores, indices = ops.select_keys(iq, ik, w, start, end, 64, True)
+            out, lse = ops.attend_selected(x, y, indices, sink, 0.05, 512)
+            target = ops.selected_weights(x, y, indices, lse, sink, 0.05)
+            found += [scores, out, target, ops.score_selected(iq, ik, w, indices)]
+            found += back(dz, x, y, indices, sink, out, lse, 0.05, 512, True)
+            found += score_back(target, iq, ik, w, indices, True)
+        return found
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -228,7 +285,7 @@ def test_a_graph_captures_a_layer() -> None:
     graph.replay()
     torch.cuda.synchronize()
     for x, y in zip(captured, layer(), strict=True):
-        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)  # dkv is added in any order
 
 
 def test_kernels_use_the_current_stream() -> None:
@@ -334,6 +391,8 @@ def test_large_heads_are_one_graph() -> None:
 
 
 def test_offsets_past_two_to_the_31() -> None:
+    if torch.cuda.mem_get_info()[1] < 60 << 30:
+        pytest.skip("takes 40 GiB of the device")
     tokens, heads, dim, slots = 65536, 128, 576, 64
     g = torch.Generator("cuda").manual_seed(5)
     q = torch.randn(tokens, heads, dim, generator=g, device="cuda", dtype=torch.bfloat16)
