@@ -14,8 +14,10 @@ endif()
 
 # longspan_cuda_sources(target file ...): .cu files as objects of a target, for
 # Hopper and, as code that the driver compiles, for other cards since Ampere.
-# Those below hopper/ use instructions that only Hopper has.
+# Those below hopper/ use instructions that only Hopper has. They are also a
+# target of their own, longspan_cuda.
 function(longspan_cuda_sources target)
+  set(objects "")
   foreach(source IN LISTS ARGN)
     set(others -gencode=arch=compute_80,code=compute_80)
     if(source MATCHES "/hopper/")
@@ -35,7 +37,9 @@ function(longspan_cuda_sources target)
     set_source_files_properties(${object} PROPERTIES
       EXTERNAL_OBJECT ON GENERATED ON)
     target_sources(${target} PRIVATE ${object})
+    list(APPEND objects ${object})
   endforeach()
+  add_custom_target(longspan_cuda DEPENDS ${objects})
   target_link_libraries(${target} PRIVATE
     $<BUILD_INTERFACE:CUDA::cudart_static>)
 endfunction()
