@@ -1,7 +1,6 @@
 #include <atomic>
-#include <numeric>
 
-#include "bench/hopper/common.cuh"
+#include "bench/hopper/selection_truth.cuh"
 #include "longspan/kernels/cuda/top_keys.h"
 #include "longspan/kernels/hopper/select_keys.h"
 
@@ -56,25 +55,6 @@ void run(const SelectKeysArgs& args) {
   ok(cudaDeviceSynchronize(), "select_keys");
 }
 
-/// The promise, by a stable sort.
-std::vector<int32_t> sorted_choice(const float* scores, int64_t keys,
-                                   int64_t first, int64_t end, int64_t slots) {
-  first = std::max<int64_t>(first, 0);
-  end = std::max(first, std::min(end, keys));
-  std::vector<int32_t> order(end - first);
-  std::iota(order.begin(), order.end(), static_cast<int32_t>(first));
-  const auto better = [&](int32_t a, int32_t b) {
-    const float x = scores[a], y = scores[b];
-    if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && !std::isnan(y);
-    return x > y;
-  };
-  std::stable_sort(order.begin(), order.end(), better);
-  if (static_cast<int64_t>(order.size()) > slots) order.resize(slots);
-  std::sort(order.begin(), order.end());
-  order.resize(slots, -1);
-  return order;
-}
-
 __global__ void true_scores(const bf16* q, const bf16* k, const float* weights,
                             double* to, int64_t queries, int64_t keys,
                             int heads, int dim) {
@@ -112,22 +92,7 @@ void check_case(const Case& shape, int64_t slots) {
   const double error = distance(scores, truth.host());
   report(error < 1e-6, name + text(": scores differ by %.2e", error));
 
-  // Windows of every kind.
-  std::vector<int32_t> start(T), end(T);
-  for (int64_t t = 0; t < T; ++t) {
-    const auto z = mixed(77 + t);
-    const int64_t causal = t * S / T + 1;
-    const int64_t sizes[] = {0, 1, slots - 1, slots, slots + 1};
-    start[t] = 0;
-    end[t] = static_cast<int32_t>(causal);
-    if (t % 3 == 1) start[t] = static_cast<int32_t>(z % causal);
-    if (t % 3 == 2) {
-      start[t] = static_cast<int32_t>(z % (S + 20)) - 10;
-      end[t] = static_cast<int32_t>(start[t] + sizes[t / 3 % 5]);
-    }
-    if (t % 37 == 5) start[t] = -2147483647, end[t] = 2147483647;
-    if (t % 41 == 6) start[t] = 2147483647, end[t] = -2147483647;
-  }
+  const auto [start, end] = windows_of_every_kind(T, T, S, slots);
   const Device<int32_t> starts(start), ends(end);
   Device<int32_t> indices(T * slots);
   Device<float> chosen(T * slots);

@@ -1,10 +1,7 @@
 #include <cuda_fp16.h>
 
-#include <numeric>
-
-#include "bench/hopper/common.cuh"
+#include "bench/hopper/selection_truth.cuh"
 #include "longspan/kernels/ampere/key_selection.h"
-#include "longspan/kernels/hopper/select_keys.h"
 
 namespace longspan::bench {
 
@@ -81,21 +78,6 @@ void run(const SelectKeysArgs& args) {
   ok(cudaDeviceSynchronize(), "select_keys");
 }
 
-/// The promise, by a stable sort.
-std::vector<int32_t> sorted_choice(const float* scores, int64_t keys,
-                                   int64_t first, int64_t end, int64_t slots) {
-  first = std::max<int64_t>(first, 0);
-  end = std::max(first, std::min(end, keys));
-  std::vector<int32_t> order(end - first);
-  std::iota(order.begin(), order.end(), static_cast<int32_t>(first));
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
-  if (static_cast<int64_t>(order.size()) > slots) order.resize(slots);
-  std::sort(order.begin(), order.end());
-  order.resize(slots, -1);
-  return order;
-}
-
 template <class Element>
 void check_case(const Case& shape) {
   const Data<Element> data(shape);
@@ -116,19 +98,7 @@ void check_case(const Case& shape) {
       data.q.data, data.k.data, data.weights.data, shape, truth.data);
   const double error = distance(scores, truth.host());
 
-  std::vector<int32_t> start(T), end(T);
-  for (int64_t t = 0; t < T; ++t) {
-    const int64_t causal = t % shape.queries * S / shape.queries + 1;
-    const int64_t sizes[] = {0, 1, slots - 1, slots, slots + 1};
-    start[t] = t % 3 == 1 ? static_cast<int32_t>(mixed(t) % causal) : 0;
-    end[t] = static_cast<int32_t>(causal);
-    if (t % 3 == 2) {
-      start[t] = static_cast<int32_t>(mixed(t) % (S + 20)) - 10;
-      end[t] = static_cast<int32_t>(start[t] + sizes[t / 3 % 5]);
-    }
-    if (t % 37 == 5) start[t] = -2147483647, end[t] = 2147483647;
-    if (t % 41 == 6) start[t] = 2147483647, end[t] = -2147483647;
-  }
+  const auto [start, end] = windows_of_every_kind(T, shape.queries, S, slots);
   const Device<int32_t> starts(start), ends(end);
   Device<int32_t> indices(T * slots);
   Device<float> chosen(T * slots), again(T * slots);

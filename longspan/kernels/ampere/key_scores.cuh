@@ -12,13 +12,6 @@ namespace longspan::ampere {
 template <int kDepth>
 constexpr int kPitch = kDepth + 8;
 
-/// max(x, 0), and NaN for NaN.
-__device__ __forceinline__ float positive_part(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// One of two without a branch, which would stand between lanes that trade.
 __device__ __forceinline__ float either(bool which, float yes, float no) {
   float y;

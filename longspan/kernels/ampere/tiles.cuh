@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "longspan/kernels/cuda/lanes.cuh"
+
 namespace longspan::ampere {
 
 /// Small tiles of 16-bit elements: into shared memory, from there into
@@ -69,12 +71,6 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return y;
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// 16 bytes to shared memory, zeros when not `there`.
 __device__ __forceinline__ void copy_16(void* to, const void* from,
                                         bool there) {
@@ -82,26 +78,6 @@ __device__ __forceinline__ void copy_16(void* to, const void* from,
                    static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from), "r"(there ? 16 : 0)
                : "memory");
-}
-
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/// Waits until at most kLeft committed groups are under way.
-template <int kLeft>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 /// The greatest of all threads, for a block of kWarps warps.

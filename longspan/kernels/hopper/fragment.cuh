@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "longspan/kernels/cuda/lanes.cuh"
 #include "longspan/kernels/hopper/ptx.cuh"
 
 namespace longspan::hopper {
@@ -86,16 +87,6 @@ __device__ __forceinline__ void store_operand(uint32_t block,
   for (int k = 0; k < 4; ++k) {
     store_tiles(block + piece_place(row, 2 * k + (lane >> 4)), a[k]);
   }
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 }  // namespace longspan::hopper

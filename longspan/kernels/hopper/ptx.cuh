@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "longspan/kernels/cuda/lanes.cuh"
+
 namespace longspan::hopper {
 
 /// The instructions of sm_90a that C++ has no words for, one function each.
@@ -91,15 +93,6 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void* from,
       : "memory");
 }
 
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kLeft>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
 /// Between ordinary writes of shared memory and wgmma that reads them.
 __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -155,19 +148,6 @@ __device__ __forceinline__ void give_registers() {
 }
 
 // ---- Arithmetic ----------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// max(x, 0), and NaN for NaN.
-__device__ __forceinline__ float positive_part(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// Two bfloat16 in a word, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
