@@ -47,21 +47,36 @@ struct Truth {
   bool plain;
 };
 
-/// A block a head of a query. Scores, logs, output.
+/// What a block looks at: a head of a query.
+template <class Element>
+struct HeadOfQuery {
+  int64_t head, token, row, key_head, place;
+  const Element *q, *o, *kv;
+  const int32_t* list;
+
+  __device__ explicit HeadOfQuery(const Truth<Element>& truth) {
+    const SelectedAttentionArgs& a = truth.args;
+    head = blockIdx.x;
+    token = blockIdx.y;
+    row = token / a.queries;
+    key_head = head / (a.heads / a.key_heads);
+    place = token * a.heads + head;
+    q = static_cast<const Element*>(a.q.data) + place * a.head_dim;
+    o = truth.dout + place * a.value_dim;
+    kv = static_cast<const Element*>(a.kv.data) + row * a.kv.row_stride +
+         key_head * a.kv.head_stride;
+    list = a.indices.data + row * a.indices.row_stride +
+           token % a.queries * a.indices.token_stride +
+           key_head * a.indices.head_stride;
+  }
+};
+
+/// Scores, logs, output.
 template <class Element>
 __global__ void true_scores(Truth<Element> truth) {
   const SelectedAttentionArgs& a = truth.args;
-  const int64_t head = blockIdx.x, token = blockIdx.y;
-  const int64_t row = token / a.queries, query = token % a.queries;
-  const int64_t group = a.heads / a.key_heads, key_head = head / group;
-  const int64_t place = token * a.heads + head;
-  const auto* q = static_cast<const Element*>(a.q.data) + place * a.head_dim;
-  const auto* o = truth.dout + place * a.value_dim;
-  const auto* kv = static_cast<const Element*>(a.kv.data) +
-                   row * a.kv.row_stride + key_head * a.kv.head_stride;
-  const int32_t* list = a.indices.data + row * a.indices.row_stride +
-                        query * a.indices.token_stride +
-                        key_head * a.indices.head_stride;
+  const auto [head, token, row, key_head, place, q, o, kv, list] =
+      HeadOfQuery<Element>(truth);
   double* score = truth.scores + place * a.slots;
   double* ddot = truth.ddots + place * a.slots;
   for (int64_t j = threadIdx.x; j < a.slots; j += blockDim.x) {
@@ -115,17 +130,8 @@ __global__ void true_scores(Truth<Element> truth) {
 template <class Element>
 __global__ void true_derivatives(Truth<Element> truth) {
   const SelectedAttentionArgs& a = truth.args;
-  const int64_t head = blockIdx.x, token = blockIdx.y;
-  const int64_t row = token / a.queries, query = token % a.queries;
-  const int64_t group = a.heads / a.key_heads, key_head = head / group;
-  const int64_t place = token * a.heads + head;
-  const auto* q = static_cast<const Element*>(a.q.data) + place * a.head_dim;
-  const auto* o = truth.dout + place * a.value_dim;
-  const auto* kv = static_cast<const Element*>(a.kv.data) +
-                   row * a.kv.row_stride + key_head * a.kv.head_stride;
-  const int32_t* list = a.indices.data + row * a.indices.row_stride +
-                        query * a.indices.token_stride +
-                        key_head * a.indices.head_stride;
+  const auto [head, token, row, key_head, place, q, o, kv, list] =
+      HeadOfQuery<Element>(truth);
   const double log_all = truth.lse[place], delta = truth.delta[place];
   double* dkv =
       truth.dkv + (row * a.keys * a.key_heads + key_head) * a.head_dim;
@@ -148,6 +154,7 @@ __global__ void true_derivatives(Truth<Element> truth) {
     truth.dq[place * a.head_dim + c] =
         truth.plain ? as_if_stored<Element>(sum) : sum;
   }
+  const int64_t group = a.heads / a.key_heads;
   if (head % group != 0 || truth.plain) return;
   double* weights = truth.weights + (token * a.key_heads + key_head) * a.slots;
   for (int64_t j = threadIdx.x; j < a.slots; j += blockDim.x) {
