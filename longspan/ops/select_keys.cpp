@@ -160,16 +160,20 @@ at::Tensor top(const at::Tensor& scores, int64_t slots,
       std::max<int64_t>(1, kScores / std::max<int64_t>(keys, 1));
   at::Tensor indices = checked.view({rows.size(0), slots});
   if (top_keys_on_device(rows, from, to, indices)) return checked;
+  // Kernels read four float32 at a time.
+  const bool pads = keys % 4 != 0 && rows.scalar_type() == at::kFloat;
   for (int64_t first = 0; first < rows.size(0); first += most) {
     const int64_t n = std::min(most, rows.size(0) - first);
     const at::Tensor start_of = from.narrow(0, first, n);
     const at::Tensor end_of = to.narrow(0, first, n);
-    at::Tensor some = rows.narrow(0, first, n);
+    const at::Tensor some = rows.narrow(0, first, n);
     at::Tensor chosen = indices.narrow(0, first, n);
-    // Kernels read four scores at a time.
-    const at::Tensor wide = at::constant_pad_nd(some, {0, 3 - (keys + 3) % 4});
-    if (top_keys_on_device(wide.narrow(1, 0, keys), start_of, end_of, chosen)) {
-      continue;
+    if (pads) {
+      const at::Tensor wide = at::constant_pad_nd(some, {0, 4 - keys % 4});
+      if (top_keys_on_device(wide.narrow(1, 0, keys), start_of, end_of,
+                             chosen)) {
+        continue;
+      }
     }
     chosen.copy_(top_keys_composite(some, slots, start_of, end_of));
   }
