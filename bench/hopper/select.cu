@@ -274,12 +274,10 @@ void time_selection(bool all) {
   for (const Bar& bar : bars) {
     const int64_t T = bar.tokens, slots = 2048;
     const Data data({T, T, 32, 128});
-    std::vector<int32_t> start(T, 0), end(T);
-    std::iota(end.begin(), end.end(), 1);
-    const Device<int32_t> starts(start), ends(end);
+    const CausalWindows windows(T);
     Device<int32_t> indices(T * slots);
-    const SelectKeysArgs args =
-        data.args(slots, starts.data, ends.data, indices.data, nullptr);
+    const SelectKeysArgs args = data.args(
+        slots, windows.start.data, windows.end.data, indices.data, nullptr);
     Device<uint8_t> workspace(hopper::select_keys_workspace(args));
     const double ms =
         time_ms([&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);

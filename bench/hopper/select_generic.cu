@@ -157,12 +157,10 @@ void time_generic_select(bool all) {
   for (const int64_t T : tokens) {
     const int64_t slots = 2048;
     const Data<__half> data({1, T, T, 32, 128, slots});
-    std::vector<int32_t> start(T, 0), end(T);
-    std::iota(end.begin(), end.end(), 1);
-    const Device<int32_t> starts(start), ends(end);
+    const CausalWindows windows(T);
     Device<int32_t> indices(T * slots);
-    const SelectKeysArgs args =
-        data.args(slots, starts.data, ends.data, indices.data, nullptr);
+    const SelectKeysArgs args = data.args(
+        slots, windows.start.data, windows.end.data, indices.data, nullptr);
     Device<uint8_t> workspace(ampere::select_keys_workspace(args));
     const double ms =
         time_ms([&] { ampere::select_keys(args, workspace.data, nullptr); }, 5);

@@ -49,4 +49,19 @@ windows_of_every_kind(int64_t T, int64_t queries, int64_t keys, int64_t slots) {
   return {start, end};
 }
 
+/// Query t sees keys [0, t].
+struct CausalWindows {
+  Device<int32_t> start, end;
+
+  explicit CausalWindows(int64_t T)
+      : start(std::vector<int32_t>(T, 0)), end(one_to(T)) {}
+
+ private:
+  static std::vector<int32_t> one_to(int64_t last) {
+    std::vector<int32_t> numbers(last);
+    std::iota(numbers.begin(), numbers.end(), 1);
+    return numbers;
+  }
+};
+
 }  // namespace longspan::bench
