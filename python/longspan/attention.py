@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from longspan import _C
-from longspan.group import Group
+from longspan.group import ranks_of
 from longspan.local_batch import LocalBatch
-
-# Made here, not where it is used: torch.compile cannot look into its constructor.
-_ALONE = Group()
 
 STRATEGIES = ("ring", "gathered", "needed", "head_parallel", "head_parallel_ring")
 
@@ -79,7 +76,7 @@ def attend(
     Local losses backpropagated on every rank give parameter gradients whose sum
     over the group is the full gradient. A query that sees no key gets 0.
     """
-    ranks = _ALONE if group is None else Group.of(group)
+    ranks = ranks_of(group)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"attend: dropout_p is {dropout_p}; attention over ranks has no dropout, "

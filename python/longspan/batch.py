@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,13 +36,6 @@ LAYOUTS: Mapping[str, _Cut] = {
     "head-tail-stream": _Cut("head-tail", "stream"),
     "per-document-head-tail": _Cut("per-document-head-tail", "stream"),
 }
-
-
-class RankAndSize(Protocol):
-    """What `shard` asks of a group; a torch ProcessGroup has both."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
 
 
 def pack(
@@ -88,7 +81,7 @@ def pad(
 
 def shard(
     batch: Mapping[str, Any],
-    group: RankAndSize | None = None,
+    group: Any = None,
     *,
     rank: int | None = None,
     ranks: int | None = None,
@@ -110,15 +103,16 @@ def shard(
     and passed on as `shift_labels` with the batch's `num_items_in_batch`, targets of
     pads ignored, and how its layers attend under the key "longspan".
 
-    The rank comes from `group`, or from `rank` and `ranks` (one rank of one by
-    default). `layout` ("head-tail" by default) is one of `LAYOUTS`; for any other cut
+    The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
+    else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
+    by default). `layout` ("head-tail" by default) is one of `LAYOUTS`; for any other cut
     give an `ownership` of the padded tokens (pads go to the end) and "rows" or "stream" as layout.
     The shares of a named layout are a multiple of `multiple` tokens. `shift_labels`
     says that labels are unshifted: each token then gets the label of the next one
     in its row, before the cut. `ahead` adds tensors for multi-token prediction,
     {"next_ids": ("input_ids", 1)}.
 
-    With a `longspan.Group` the ranks first compare hashes of the tensors and of
+    With a group the ranks first compare hashes of the tensors and of
     the layout, in one small exchange: where they were given different data, every
     rank raises and names what differs. `check_agreement=False` leaves that out.
 
@@ -142,8 +136,7 @@ def shard(
             lambda: shifted(*read(batch, table, sentinel, pass_through), False, ahead),
             check_agreement,
         )
-    rank, ranks = _rank_and_size(group, rank, ranks)
-    over = group if isinstance(group, Group) else None
+    rank, ranks, over = _share_of(group, rank, ranks)
     with Agreement("shard", over, check_agreement) as agreement:
         rows, others = read(batch, table, sentinel, pass_through)
         rows, others = shifted(rows, others, shift_labels, ahead)
@@ -154,7 +147,7 @@ def shard(
 def shard_chunks(
     batch: Mapping[str, Any],
     num_chunks: int,
-    group: RankAndSize | None = None,
+    group: Any = None,
     *,
     rank: int | None = None,
     ranks: int | None = None,
@@ -168,8 +161,7 @@ def shard_chunks(
     check_agreement: bool = True,
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
-    rank, ranks = _rank_and_size(group, rank, ranks)
-    over = group if isinstance(group, Group) else None
+    rank, ranks, over = _share_of(group, rank, ranks)
     with Agreement("shard_chunks", over, check_agreement) as agreement:
         rows, others = read(batch, table, sentinel, pass_through)
         rows, others = shifted(rows, others, shift_labels, ahead)
@@ -184,7 +176,7 @@ def unshard(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     local: LocalBatch | _C.Layout,
     *,
-    group: Group | None = None,
+    group: Any = None,
     trim: bool = True,
     fill: int | float | bool = 0,
     axis: int | None = None,
@@ -193,8 +185,8 @@ def unshard(
     ``trim=False`` as padded rows or stream. `fill` stands where packing left a
     loaded pad behind. Differentiable.
 
-    `tensors` is this rank's tensor when the batch was sharded with a
-    `longspan.Group` or one is given: all ranks must call, and each gets the whole.
+    `tensors` is this rank's tensor when the batch was sharded with a group or one is
+    given: all ranks must call, and each gets the whole.
     Otherwise it is the tensors of all ranks in rank order, as a list or as one
     tensor that holds them all."""
     layout = local.layout if isinstance(local, LocalBatch) else local
@@ -203,12 +195,13 @@ def unshard(
             f"unshard: expected the dictionary that shard returned, or its layout; "
             f"got {type(local).__name__}"
         )
-    if group is None and isinstance(local, LocalBatch):
-        group = local.group
+    over = None if group is None else Group.of(group)
+    if over is None and isinstance(local, LocalBatch):
+        over = local.group
     if isinstance(local, LocalBatch) and local.as_row:
         tensors = _without_row(tensors)
-    if group is not None and isinstance(tensors, torch.Tensor):
-        tensors = _gathered(tensors, layout, group, axis)
+    if over is not None and isinstance(tensors, torch.Tensor):
+        tensors = _gathered(tensors, layout, over, axis)
     shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     if not isinstance(shards, Sequence) or not all(isinstance(t, torch.Tensor) for t in shards):
         raise TypeError("unshard: expected a tensor, or a list with the tensor of every rank")
@@ -260,24 +253,35 @@ def _cut_named(who: str, layout: str) -> _Cut:
     return cut
 
 
-def _rank_and_size(
-    group: RankAndSize | None, rank: int | None, ranks: int | None
-) -> tuple[int, int]:
+class _Share(NamedTuple):
+    """Whose share is cut, and the group where its ranks can compare and gather."""
+
+    rank: int
+    ranks: int
+    group: Group | None
+
+
+def _share_of(group: Any, rank: int | None, ranks: int | None) -> _Share:
     if group is not None:
         if rank is not None or ranks is not None:
             raise ValueError("shard: give a group, or rank and ranks, not both")
-        if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
-            raise TypeError(
-                f"shard: a group answers rank() and size(), as a ProcessGroup does; "
-                f"got {type(group).__name__}"
-            )
-        return group.rank(), group.size()
+        if _only_counts(group):
+            return _Share(group.rank(), group.size(), None)
+        over = Group.of(group)
+        return _Share(over.rank(), over.size(), over)
     if (rank is None) != (ranks is None):
         raise ValueError("shard: rank and ranks go together")
     for name, value in (("rank", rank), ("ranks", ranks)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"shard: {name} is a {type(value).__name__}; expected an int")
-    return (0, 1) if rank is None or ranks is None else (rank, ranks)
+    return _Share(0, 1, None) if rank is None or ranks is None else _Share(rank, ranks, None)
+
+
+def _only_counts(group: Any) -> bool:
+    """Whether it is no group that communicates, but answers rank() and size()."""
+    return not isinstance(group, (_C.Group, torch.distributed.ProcessGroup)) and all(
+        callable(getattr(group, name, None)) for name in ("rank", "size")
+    )
 
 
 def read(

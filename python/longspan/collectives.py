@@ -1,5 +1,6 @@
 """Differentiable collectives. Every rank of the group calls the same ones in the
-same order, forward and backward; sizes are along an axis, one for each rank."""
+same order, forward and backward; sizes are along an axis, one for each rank. A group
+is whatever `Group.of` takes."""
 
 from __future__ import annotations
 
@@ -13,23 +14,25 @@ from longspan.group import Group
 
 
 def all_gather_tokens(
-    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Group
+    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
     """The tokens of all ranks, in the order of the ranks. Backward is
     `reduce_scatter_tokens`."""
-    if group.size() == 1:
+    ranks = Group.of(group)
+    if ranks.size() == 1:
         return x
-    return _call("all_gather_tokens", x, axis, list(sizes), group.name)
+    return _call("all_gather_tokens", x, axis, list(sizes), ranks.name)
 
 
 def reduce_scatter_tokens(
-    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Group
+    x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
     """This rank's tokens of the sum over all ranks, taken in the order of the ranks
     and in float32 for half types. Backward is `all_gather_tokens`."""
-    if group.size() == 1:
+    ranks = Group.of(group)
+    if ranks.size() == 1:
         return x
-    return _call("reduce_scatter_tokens", x, axis, list(sizes), group.name)
+    return _call("reduce_scatter_tokens", x, axis, list(sizes), ranks.name)
 
 
 def all_to_all_heads(
@@ -39,11 +42,12 @@ def all_to_all_heads(
     head_axis: int,
     token_sizes: Sequence[int],
     head_sizes: Sequence[int],
-    group: Group,
+    group: Any,
 ) -> torch.Tensor:
     """From this rank's tokens with all heads to all tokens with this rank's heads.
     Inverse and backward are `all_to_all_tokens`."""
-    if group.size() == 1:
+    ranks = Group.of(group)
+    if ranks.size() == 1:
         return x
     return _call(
         "all_to_all_heads",
@@ -52,7 +56,7 @@ def all_to_all_heads(
         head_axis,
         list(token_sizes),
         list(head_sizes),
-        group.name,
+        ranks.name,
     )
 
 
@@ -63,11 +67,12 @@ def all_to_all_tokens(
     head_axis: int,
     token_sizes: Sequence[int],
     head_sizes: Sequence[int],
-    group: Group,
+    group: Any,
 ) -> torch.Tensor:
     """From all tokens with this rank's heads to this rank's tokens with all heads.
     Inverse and backward are `all_to_all_heads`."""
-    if group.size() == 1:
+    ranks = Group.of(group)
+    if ranks.size() == 1:
         return x
     return _call(
         "all_to_all_tokens",
@@ -76,7 +81,7 @@ def all_to_all_tokens(
         head_axis,
         list(token_sizes),
         list(head_sizes),
-        group.name,
+        ranks.name,
     )
 
 
@@ -84,27 +89,28 @@ def rotate(
     x: torch.Tensor,
     hops: int = 1,
     *,
-    group: Group,
+    group: Any,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """What rank r has goes to rank r + hops; without `sizes` all ranks have the same
     shape. Backward rotates by -hops."""
-    if hops % group.size() == 0:
+    ranks = Group.of(group)
+    if hops % ranks.size() == 0:
         return x
-    here = [x.shape[axis]] * group.size() if sizes is None else list(sizes)
-    return _call("rotate", x, hops, axis, here, group.name)
+    here = [x.shape[axis]] * ranks.size() if sizes is None else list(sizes)
+    return _call("rotate", x, hops, axis, here, ranks.name)
 
 
 def roll(
-    x: torch.Tensor, shift: int, *, axis: int, sizes: Sequence[int], group: Group
+    x: torch.Tensor, shift: int, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
     """Rolls the stream that the ranks hold as one run each: token t goes to token
     t + shift, around the end. Backward rolls by -shift."""
     total = sum(sizes)
     if total == 0 or shift % total == 0:
         return x
-    return _call("roll", x, axis, shift, list(sizes), group.name)
+    return _call("roll", x, axis, shift, list(sizes), Group.of(group).name)
 
 
 def exchange_needed(
@@ -112,24 +118,25 @@ def exchange_needed(
     sends: torch.Tensor,
     *,
     axis: int,
-    group: Group,
+    group: Any,
     received: int | None = None,
 ) -> torch.Tensor:
     """Sends ranges of tokens to those who need them. `sends` is int64 [n, 4] on the
     CPU, equal on all ranks, with rows (from, to, local begin, length); `needed_table`
     makes it from a mask. The result has the pieces for this rank, by sender and then
     by row. Under torch.compile give `received`, its number of tokens."""
+    ranks = Group.of(group)
     if received is None:
-        received = _C.received_tokens(sends, group.rank())
-    return _call("exchange_needed", x, axis, sends, received, group.name)
+        received = _C.received_tokens(sends, ranks.rank())
+    return _call("exchange_needed", x, axis, sends, received, ranks.name)
 
 
 def return_needed(
-    x: torch.Tensor, sends: torch.Tensor, *, axis: int, tokens: int, group: Group
+    x: torch.Tensor, sends: torch.Tensor, *, axis: int, tokens: int, group: Any
 ) -> torch.Tensor:
     """The adjoint of `exchange_needed`: adds every piece to the local tokens it came
     from, of which there are `tokens` here."""
-    return _call("return_needed", x, axis, sends, tokens, group.name)
+    return _call("return_needed", x, axis, sends, tokens, Group.of(group).name)
 
 
 def _call(name: str, *arguments: Any) -> torch.Tensor:

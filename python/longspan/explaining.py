@@ -12,7 +12,7 @@ from longspan import _C, transformers_models
 from longspan.agreement import Agreement
 from longspan.attention import plan, which_kernel
 from longspan.batch import read
-from longspan.group import Group
+from longspan.group import ranks_of
 from longspan.local_batch import LocalBatch
 from longspan.model_batch import check_group, shard_for_layers
 from longspan.models import AttentionLayer, Parallelized, find_state
@@ -103,7 +103,7 @@ def explain(
     """
     state = find_state(model)
     if state is None:
-        ranks = Group() if group is None else Group.of(group)
+        ranks = ranks_of(group)
         layers = transformers_models.attention_layers(model, ranks.size())
         state = Parallelized(ranks, strategy, ownership, layers)
     else:

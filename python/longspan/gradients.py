@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
 from longspan.collectives import all_gather_tokens, reduce_scatter_tokens
-from longspan.group import Group
+from longspan.group import Group, ranks_of
 from longspan.wrappings import (
     Trained,
     is_sharded,
@@ -52,7 +52,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
         )
     if bucket_bytes < 1:
         raise ValueError(f"sum_gradients: bucket_bytes is {bucket_bytes}; expected 1 or more")
-    ranks = Group() if group is None else Group.of(group)
+    ranks = ranks_of(group)
     trained: list[Trained] = []
     ways: list[str] = []
     refusal = None

@@ -96,11 +96,20 @@ class Group(_C.Group):
         return Group.of(dist.group.WORLD)
 
 
-def agree(group: _C.Group, fields: Mapping[str, Any]) -> None:
+# Made here, not where it is used: torch.compile cannot look into its constructor.
+_ALONE = Group()
+
+
+def ranks_of(group: Any) -> Group:
+    """What an entrance was given as its group, as one; None is one rank alone."""
+    return _ALONE if group is None else Group.of(group)
+
+
+def agree(group: Any, fields: Mapping[str, Any]) -> None:
     """Checks that all ranks were given the same. Fields are tensors, a Packing, an
     Ownership, bytes, or anything with a stable ``repr``; ValueError on every rank
     names those that differ. Every rank must call it."""
-    _C.agree(group, [(name, _hash(value)) for name, value in fields.items()])
+    _C.agree(Group.of(group), [(name, _hash(value)) for name, value in fields.items()])
 
 
 def run_ranks(

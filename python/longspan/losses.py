@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from longspan.group import Group
-
-# Made here, not where it is used: torch.compile cannot look into its constructor.
-_ALONE = Group()
+from longspan.group import ranks_of
 
 
 def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:
@@ -19,7 +16,7 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     Its derivative is that of this rank's part alone, so that after backward on
     every rank parameter gradients **sum** over the group to those of the mean.
     """
-    ranks = _ALONE if group is None else Group.of(group)
+    ranks = ranks_of(group)
     if not isinstance(count, torch.Tensor):
         count = torch.tensor(count, device=sum.device)
     mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)

@@ -17,7 +17,7 @@ import torch
 from longspan import _C
 from longspan.attention import STRATEGIES, attend, attention_layout
 from longspan.batch import check_layout
-from longspan.group import Group
+from longspan.group import Group, ranks_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -165,7 +165,7 @@ def parallelize(
 
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize: expected a torch.nn.Module, got {type(model).__name__}")
-    ranks = Group() if group is None else Group.of(group)
+    ranks = ranks_of(group)
     if strategy not in STRATEGIES:
         raise ValueError(
             f"parallelize: strategy '{strategy}' is not one of {', '.join(STRATEGIES)}"

@@ -15,7 +15,7 @@ from longspan import _C
 from longspan.agreement import Agreement
 from longspan.batch import read, shard, shifted, unshard
 from longspan.collectives import all_gather_tokens
-from longspan.group import Group
+from longspan.group import Group, ranks_of
 from longspan.local_batch import KEYWORD, LocalBatch
 from longspan.model_batch import shard_for_layers
 from longspan.models import Parallelized, find_state
@@ -95,7 +95,7 @@ def check_parity(
     tensor's norm; by default 64 roundings of the coarser of its dtype and the
     model's. Gradients the model had before are left as they were.
     """
-    ranks = Group() if group is None else Group.of(group)
+    ranks = ranks_of(group)
     whole = _whole(model, batch, options)
     share = _share(model, batch, ranks, options)
     coarsest = max(
@@ -177,7 +177,7 @@ def leak_probe(
     rows. Token ids are shifted by one, embeddings are negated. `documents` limits
     how many are tried. Every rank of the group calls it with the same batch.
     """
-    ranks = Group() if group is None else Group.of(group)
+    ranks = ranks_of(group)
     key = "inputs_embeds" if batch.get("inputs_embeds") is not None else "input_ids"
     inputs: Tensor = batch[key]
     ids = _document_ids(batch, options)

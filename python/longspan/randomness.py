@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longspan.group import Group
+from longspan.group import ranks_of
 
 _WORD = (1 << 64) - 1
 
@@ -19,7 +19,7 @@ def rank_seed(seed: int, group: Any = None, *streams: int) -> int:
     """A seed of this rank's own: always the same for the same seed, rank in the
     group and `streams` (a data-parallel rank, a step), and unrelated for others. One
     rank alone is rank 0. Fits torch, numpy and Python: 0 to 2**63 - 1."""
-    ranks = Group() if group is None else Group.of(group)
+    ranks = ranks_of(group)
     state = 0
     for number in (seed, ranks.rank(), *streams):
         try:

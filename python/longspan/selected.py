@@ -15,10 +15,7 @@ import torch
 
 from longspan import _C
 from longspan.attention import attention_layout
-from longspan.group import Group
-
-# Made here, not where it is used: torch.compile cannot look into its constructor.
-_ALONE = Group()
+from longspan.group import Group, ranks_of
 
 FETCHES = ("gathered", "needed")
 
@@ -59,7 +56,7 @@ def select_keys(
     queries where work is even and the selections back: the same bits, sooner where
     an ownership leaves the causal work uneven. Without a group there is one rank.
     """
-    ranks = _group(group)
+    ranks = ranks_of(group)
     found, indices = torch.ops.longspan.select_keys_ranks(
         q,
         k,
@@ -99,7 +96,7 @@ def attend_selected(
     some query there selected: fewer bytes, but their number is known from the data
     alone, so the host waits.
     """
-    ranks = _group(group)
+    ranks = ranks_of(group)
     out, lse = torch.ops.longspan.attend_selected_ranks(
         q,
         kv,
@@ -143,7 +140,7 @@ def select_and_attend(
     the indexer is trained: scores carry gradients to its three tensors. `target`
     adds what the heads look at, for `index_loss`, without another exchange.
     """
-    ranks = _group(group)
+    ranks = ranks_of(group)
     out, lse, found, shares, indices = torch.ops.longspan.select_and_attend(
         q,
         kv,
@@ -179,7 +176,7 @@ def score_selected(
 ) -> torch.Tensor:
     """The indexer's scores of given keys, [L, slots], differentiable in q, k and
     weights; -inf for a slot outside of the stream."""
-    ranks = _group(group)
+    ranks = ranks_of(group)
     scores: torch.Tensor = torch.ops.longspan.score_selected_ranks(
         q,
         k,
@@ -208,7 +205,7 @@ def selected_weights(
     """What the heads of a query look at, summed over heads and normalised over its
     slots: [L, slots], or [L, G, slots]. `lse` is that of `attend_selected`. No
     gradient: this is the target of `index_loss`."""
-    ranks = _group(group)
+    ranks = ranks_of(group)
     weights: torch.Tensor = torch.ops.longspan.selected_weights_ranks(
         q,
         kv,
@@ -267,7 +264,7 @@ def compare_selections(
     rounding it is a few epsilons of their type. Over ranks each compares its own
     queries, and all must call it.
     """
-    ranks = _group(group)
+    ranks = ranks_of(group)
     made = _layout("compare_selections", None, ownership, layout, ranks)
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
@@ -300,10 +297,6 @@ def which_indexer_kernel(
     channels". `work` is "select" (`select_keys`), "score" (`score_selected`) or
     "score_backward", its derivative."""
     return _C.which_indexer_kernel(q, k, weights, slots, work)
-
-
-def _group(group: Any) -> Group:
-    return _ALONE if group is None else Group.of(group)
 
 
 def _layout(
