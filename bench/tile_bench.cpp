@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "longspan/kernels/attention.h"
-#include "longspan/kernels/threads.h"
+#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/common/threads.h"
 
 namespace {
 

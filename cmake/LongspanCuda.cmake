@@ -14,7 +14,7 @@ endif()
 
 # longspan_cuda_sources(target file ...): .cu files as objects of a target, for
 # Hopper and, as code that the driver compiles, for other cards since Ampere.
-# Those below hopper/ use instructions that only Hopper has. They are also a
+# Those in a hopper/ use instructions that only Hopper has. They are also a
 # target of their own, longspan_cuda.
 function(longspan_cuda_sources target)
   set(objects "")

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "bench/hopper/common.cuh"
-#include "longspan/kernels/selected_attention.h"
+#include "longspan/kernels/attend_selected/attend_selected.h"
 
 namespace longspan::bench {
 

@@ -1,6 +1,6 @@
 #include "bench/hopper/attention_truth.cuh"
 #include "bench/hopper/common.cuh"
-#include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/kernels/attend_selected/hopper/attend_selected.h"
 
 namespace longspan::bench {
 

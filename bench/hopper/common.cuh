@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "longspan/kernels/element.h"
+#include "longspan/kernels/common/element.h"
 
 /// What checks and timings of the Hopper kernels share.
 namespace longspan::bench {

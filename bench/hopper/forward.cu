@@ -1,7 +1,7 @@
 #include "bench/hopper/attention_truth.cuh"
 #include "bench/hopper/common.cuh"
-#include "longspan/kernels/ampere/selected_attention.h"
-#include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/kernels/attend_selected/ampere/attend_selected.h"
+#include "longspan/kernels/attend_selected/hopper/attend_selected.h"
 
 namespace longspan::bench {
 

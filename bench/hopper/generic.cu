@@ -1,5 +1,5 @@
 #include "bench/hopper/generic_case.cuh"
-#include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/kernels/attend_selected/hopper/attend_selected.h"
 
 namespace longspan::bench {
 

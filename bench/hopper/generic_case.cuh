@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "bench/hopper/common.cuh"
-#include "longspan/kernels/ampere/selected_attention.h"
+#include "longspan/kernels/attend_selected/ampere/attend_selected.h"
 
 /// Cases of attention to listed keys in any shape, and their truth in double.
 namespace longspan::bench {

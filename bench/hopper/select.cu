@@ -1,8 +1,8 @@
 #include <atomic>
 
 #include "bench/hopper/selection_truth.cuh"
-#include "longspan/kernels/cuda/top_keys.h"
-#include "longspan/kernels/hopper/select_keys.h"
+#include "longspan/kernels/select_keys/hopper/select_keys.h"
+#include "longspan/kernels/top_keys/top_keys.h"
 
 namespace longspan::bench {
 

@@ -1,7 +1,7 @@
 #include <cuda_fp16.h>
 
 #include "bench/hopper/selection_truth.cuh"
-#include "longspan/kernels/ampere/key_selection.h"
+#include "longspan/kernels/select_keys/ampere/select_keys.h"
 
 namespace longspan::bench {
 

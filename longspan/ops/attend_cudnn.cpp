@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/cuda/device.h"
+#include "longspan/kernels/common/device.h"
 #include "longspan/ops/even_heads.h"
 
 namespace longspan {

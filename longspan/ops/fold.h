@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <span>
 
-#include "longspan/kernels/cuda/fold_parts.h"
+#include "longspan/kernels/fold/fold_parts.h"
 #include "longspan/ops/partial_attention.h"
 
 namespace longspan {

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/cpu/move_runs.h"
+#include "longspan/kernels/move/cpu/move_runs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/threads.h"

@@ -4,9 +4,9 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/ampere/selected_attention.h"
-#include "longspan/kernels/cuda/device.h"
-#include "longspan/kernels/hopper/selected_attention.h"
+#include "longspan/kernels/attend_selected/ampere/attend_selected.h"
+#include "longspan/kernels/attend_selected/hopper/attend_selected.h"
+#include "longspan/kernels/common/device.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/partial_attention.h"

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "longspan/kernels/selected_attention.h"
+#include "longspan/kernels/attend_selected/attend_selected.h"
 #include "longspan/ops/attend_selected.h"
 
 namespace longspan {

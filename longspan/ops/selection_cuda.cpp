@@ -4,9 +4,9 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/ampere/key_selection.h"
-#include "longspan/kernels/cuda/top_keys.h"
-#include "longspan/kernels/hopper/select_keys.h"
+#include "longspan/kernels/select_keys/ampere/select_keys.h"
+#include "longspan/kernels/select_keys/hopper/select_keys.h"
+#include "longspan/kernels/top_keys/top_keys.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/partial_attention.h"

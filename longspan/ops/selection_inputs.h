@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "longspan/kernels/key_selection.h"
+#include "longspan/kernels/select_keys/select_keys.h"
 
 namespace longspan {
 

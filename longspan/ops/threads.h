@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "longspan/kernels/parallel.h"
+#include "longspan/kernels/common/parallel.h"
 
 namespace longspan {
 

@@ -8,7 +8,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/core/token_range.h"
-#include "longspan/kernels/attention.h"
+#include "longspan/kernels/attention/attention.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

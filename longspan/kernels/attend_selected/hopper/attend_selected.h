@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "longspan/kernels/attend_selected/attend_selected.h"
+
+namespace longspan::hopper {
+
+/// Attention to listed keys, as ../attend_selected.h promises it, on a Hopper
+/// device: bfloat16, one key head, 512 or 576 channels with values of 512. Any
+/// number of heads, in blocks of 64. Nothing is allocated and nobody waits, so
+/// a graph may capture it. `stream` is a cudaStream_t of the current device.
+///
+/// The forward kernel gives the same bits every time; the backward kernel adds
+/// to `dkv` in the order in which blocks come.
+
+/// Why the kernels cannot take it, or nothing.
+std::optional<std::string> why_not_attend_selected(
+    const SelectedAttentionArgs& args);
+
+void selected_attention_forward(const SelectedForwardArgs& args, void* stream);
+
+void selected_attention_backward(const SelectedBackwardArgs& args,
+                                 void* stream);
+
+/// Why that kernel cannot take it, or nothing; nobody reads values there.
+std::optional<std::string> why_not_selected_weights(
+    const SelectedWeightsArgs& args);
+
+/// The same bits every time.
+void selected_weights(const SelectedWeightsArgs& args, void* stream);
+
+/// delta[h] = sum over channels of out * dout, as the backward kernel wants it.
+struct OutputDeltaArgs {
+  int64_t rows = 0, queries = 0, heads = 0;
+  int value_dim = 0;            // a multiple of 8
+  TokenArray<const void*> out;  // [rows, queries, heads, value_dim], bfloat16
+  TokenArray<const void*> dout;
+  TokenArray<float*> delta;  // [rows, queries, heads]
+};
+void output_delta(const OutputDeltaArgs& args, void* stream);
+
+/// dsink[h] = -sum over queries of exp(sink[h] - lse) * delta, always summed in
+/// the same order. `lse` is that of keys and sink; where it is infinite nothing
+/// moves.
+struct SinkGradientArgs {
+  int64_t rows = 0, queries = 0, heads = 0;
+  const float* sink = nullptr;   // [heads]
+  TokenArray<const float*> lse;  // [rows, queries, heads]
+  TokenArray<const float*> delta;
+  float* dsink = nullptr;  // [heads], written
+};
+void sink_gradient(const SinkGradientArgs& args, void* stream);
+
+}  // namespace longspan::hopper

@@ -1,0 +1,7 @@
+#include "longspan/kernels/attend_selected/hopper/backward/backward.cuh"
+
+namespace longspan::hopper {
+
+template cudaError_t launch_backward<576>(const BackwardParams&, cudaStream_t);
+
+}  // namespace longspan::hopper

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "longspan/kernels/attend_selected/hopper/attend_selected.h"
+
+namespace longspan::hopper {
+
+/// A warp a head: sums out * dout over channels.
+__global__ void __launch_bounds__(256)
+    delta_kernel(const __grid_constant__ OutputDeltaArgs args) {
+  const int lane = threadIdx.x % 32;
+  const int64_t all = args.rows * args.queries * args.heads;
+  for (int64_t i = int64_t{blockIdx.x} * 8 + threadIdx.x / 32; i < all;
+       i += int64_t{gridDim.x} * 8) {
+    const int64_t head = i % args.heads, token = i / args.heads;
+    const int64_t query = token % args.queries, row = token / args.queries;
+    const auto* out = static_cast<const __nv_bfloat16*>(args.out.data) +
+                      row * args.out.row_stride +
+                      query * args.out.token_stride +
+                      head * args.out.head_stride;
+    const auto* dout = static_cast<const __nv_bfloat16*>(args.dout.data) +
+                       row * args.dout.row_stride +
+                       query * args.dout.token_stride +
+                       head * args.dout.head_stride;
+    float sum = 0.f;
+    for (int channel = lane * 8; channel < args.value_dim; channel += 256) {
+      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(out + channel));
+      const uint4 y = __ldcs(reinterpret_cast<const uint4*>(dout + channel));
+      const auto* a = reinterpret_cast<const __nv_bfloat162*>(&x);
+      const auto* b = reinterpret_cast<const __nv_bfloat162*>(&y);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 u = __bfloat1622float2(a[k]), v = __bfloat1622float2(b[k]);
+        sum = fmaf(u.x, v.x, sum);
+        sum = fmaf(u.y, v.y, sum);
+      }
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+    }
+    if (lane == 0) {
+      args.delta
+          .data[row * args.delta.row_stride + query * args.delta.token_stride +
+                head * args.delta.head_stride] = sum;
+    }
+  }
+}
+
+/// A block takes 32 heads, a warp every 32nd query.
+__global__ void __launch_bounds__(1024)
+    sink_kernel(const __grid_constant__ SinkGradientArgs args) {
+  __shared__ float sums[32][33];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t head = int64_t{blockIdx.x} * 32 + lane;
+  float sum = 0.f;
+  if (head < args.heads) {
+    const float sink = args.sink[head];
+    const int64_t all = args.rows * args.queries;
+#pragma unroll 4
+    for (int64_t i = warp; i < all; i += 32) {
+      const int64_t query = i % args.queries, row = i / args.queries;
+      const float lse =
+          args.lse
+              .data[row * args.lse.row_stride + query * args.lse.token_stride +
+                    head * args.lse.head_stride];
+      const float delta = args.delta.data[row * args.delta.row_stride +
+                                          query * args.delta.token_stride +
+                                          head * args.delta.head_stride];
+      if (!isinf(lse)) sum = fmaf(expf(sink - lse), delta, sum);
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && head < args.heads) {
+    float total = 0.f;
+    for (int i = 0; i < 32; ++i) total += sums[i][lane];
+    args.dsink[head] = -total;
+  }
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,159 @@
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/kernels/common/ampere/lanes.cuh"
+
+namespace longspan::hopper {
+
+/// The instructions of sm_90a that C++ has no words for, one function each.
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- Barriers in shared memory -------------------------------------------
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+               "r"(arrivals)
+               : "memory");
+}
+
+/// Makes initialised barriers visible to asynchronous instructions.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+/// The same without a branch, which would stand between products under way.
+__device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(barrier),
+      "r"(static_cast<int>(does))
+      : "memory");
+}
+
+/// Arrives once everything this thread copied before has landed.
+__device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+/// Waits until the phase of that parity is complete. A barrier that nobody
+/// completes is a bug, and traps after seconds; with a loop that only this ends
+/// early, ptxas also leaves products under way alone (13.0 serialises those of
+/// the score kernel around a bare loop).
+__device__ __forceinline__ void barrier_wait(uint32_t barrier,
+                                             uint32_t parity) {
+  for (int polls = 0; !barrier_try(barrier, parity); ++polls) {
+    if (polls > 1 << 28) __trap();
+  }
+}
+
+// ---- Barriers by number, of some warps of a block ------------------------
+
+__device__ __forceinline__ void meet(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+/// Counts as one that meets, and goes on.
+__device__ __forceinline__ void announce(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// ---- Copies --------------------------------------------------------------
+
+/// 16 bytes of device memory to shared memory; zeros, and nothing read, when
+/// not `there`.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from,
+                                        bool there) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to),
+      "l"(from), "r"(there ? 16 : 0)
+      : "memory");
+}
+
+/// Between ordinary writes of shared memory and wgmma that reads them.
+__device__ __forceinline__ void fence_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// Four 8x8 tiles of bfloat16 from fragments to shared memory.
+__device__ __forceinline__ void store_tiles(uint32_t to,
+                                            const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+          to),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+/// Stores without a branch.
+__device__ __forceinline__ void store_if(bool does, float* to, float x) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p st.global.f32 [%0], %1; }" ::"l"(to),
+      "f"(x), "r"(static_cast<int>(does))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_if(bool does, float* to, float x,
+                                         float y) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
+      "f"(x), "f"(y), "r"(static_cast<int>(does))
+      : "memory");
+}
+
+__device__ __forceinline__ void add_to(float* to, float a, float b, float c,
+                                       float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// ---- Registers of a warpgroup --------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- Arithmetic ----------------------------------------------------------
+
+/// Two bfloat16 in a word, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+}  // namespace longspan::hopper

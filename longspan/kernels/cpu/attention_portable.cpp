@@ -1,7 +1,0 @@
-#include "longspan/kernels/cpu/simd/steps.h"
-
-namespace longspan {
-
-const AttentionSteps kPortableSteps = attention_steps();
-
-}  // namespace longspan

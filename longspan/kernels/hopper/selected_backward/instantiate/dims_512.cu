@@ -1,7 +1,0 @@
-#include "longspan/kernels/hopper/selected_backward/backward.cuh"
-
-namespace longspan::hopper {
-
-template cudaError_t launch_backward<512>(const BackwardParams&, cudaStream_t);
-
-}  // namespace longspan::hopper

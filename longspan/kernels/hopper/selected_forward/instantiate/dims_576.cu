@@ -1,8 +1,0 @@
-#include "longspan/kernels/hopper/selected_forward/forward.cuh"
-
-namespace longspan::hopper {
-
-template cudaError_t launch_forward<576>(const ForwardParams&, int,
-                                         cudaStream_t);
-
-}  // namespace longspan::hopper
