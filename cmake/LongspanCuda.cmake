@@ -2,7 +2,11 @@
 # not know every pair of compiler and standard that works. Found or absent
 # without fuss.
 set(LONGSPAN_HAVE_CUDA OFF)
-if(NOT LONGSPAN_BUILD_CUDA STREQUAL "OFF")
+set(wanted ${LONGSPAN_BUILD_CUDA})
+if(wanted STREQUAL "AUTO" AND NOT EXISTS /dev/nvidiactl)
+  set(wanted OFF)  # minutes of compiling for nobody
+endif()
+if(NOT wanted STREQUAL "OFF")
   find_package(CUDAToolkit QUIET)
   if(CUDAToolkit_FOUND AND CUDAToolkit_NVCC_EXECUTABLE
       AND TARGET CUDA::cudart_static)

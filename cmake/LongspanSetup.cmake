@@ -27,6 +27,15 @@ if(LONGSPAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
     ${LONGSPAN_CCACHE})
 endif()
 
+# longspan_unity(target n): n sources to a translation unit. Headers with many
+# templates, torch's above all, are then instantiated once for all of them.
+function(longspan_unity target batch)
+  if(LONGSPAN_UNITY)
+    set_target_properties(${target} PROPERTIES
+      UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
+  endif()
+endfunction()
+
 # Warnings and sanitizers of our own code.
 add_library(longspan_flags INTERFACE)
 target_compile_options(longspan_flags INTERFACE -Wall -Wextra -Wpedantic)
