@@ -404,7 +404,9 @@ TEST(Mask, ReachHoldsWhatIsSeen) {
 void stretches_say_the_keys(const MaskCase& c) {
   const Mask mask = c.mask();
   const NaiveMask naive(c);
-  if (c.kind == MaskKind::compressed || naive.torn_document() != kNone) return;
+  if (c.kind == MaskKind::compressed || naive.torn_document() != kNone) {
+    return test::pass_over();
+  }
   Random random(static_cast<uint64_t>(mask.queries()));
   const Band band = mask.band();
   for (TokenRange queries : ranges_within(mask.queries(), random)) {

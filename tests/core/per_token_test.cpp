@@ -171,7 +171,7 @@ TEST(KeyWindows, AgreeWithTheMaskForEveryRangeOfSmallPackings) {
   for (const PackingCase& packing : test::all_packings(2, 3, {0, 2})) {
     test::for_each(masks_over(packing), [](const MaskCase& c) {
       const Mask mask = c.mask();
-      if (!mask.is_one_range()) return;
+      if (!mask.is_one_range()) return test::pass_over();
       for (TokenRange range : test::all_ranges(mask.queries())) {
         ASSERT_NO_FATAL_FAILURE(expect_windows<int32_t>(mask, range));
       }
@@ -191,7 +191,7 @@ TEST(KeyWindows, AgreeWithTheMaskForRandomMasks) {
       },
       [&](const MaskCase& c) {
         const Mask mask = c.mask();
-        if (!mask.is_one_range()) return;
+        if (!mask.is_one_range()) return test::pass_over();
         ++windows;
         test::Random random(static_cast<uint64_t>(mask.queries()));
         for (int i = 0; i < 4; ++i) {

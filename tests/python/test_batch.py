@@ -889,9 +889,9 @@ def test_rows_lengthen_step_by_step_too() -> None:
 
 def test_padding_for_a_layout_is_what_it_needs() -> None:
     packed = longspan.pack({"input_ids": source_ids(3, 5)})
-    for layout, kind, form in LAYOUTS:
-        if form != "stream":
-            continue
+    streams = [(layout, kind) for layout, kind, form in LAYOUTS if form == "stream"]
+    assert streams
+    for layout, kind in streams:
         for ranks in RANKS:
             padded = longspan.pad(packed, layout=layout, ranks=ranks, multiple=2)
             ownership = longspan.Ownership.of(kind, padded.packings[0], ranks)

@@ -4,9 +4,11 @@ that comes back whole. Never a crash, never a changed batch."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -36,13 +38,27 @@ HUGE = st.sampled_from(
 )
 
 
+outcomes: Counter[str] = Counter()
+
+
 def attempt(call: Callable[[], Any]) -> Any:
     """The result, or None after a documented error with a message."""
     try:
-        return call()
+        result = call()
     except DOCUMENTED as error:
         assert str(error).strip(), f"{type(error).__name__} without a message"
+        outcomes["refused"] += 1
         return None
+    outcomes["answered"] += 1
+    return result
+
+
+@pytest.fixture(autouse=True)
+def some_case_is_answered() -> Iterator[None]:
+    """A test whose every case was refused has looked at no answer."""
+    outcomes.clear()
+    yield
+    assert outcomes["answered"] or not outcomes["refused"], f"all {outcomes['refused']} refused"
 
 
 # ---- Batches.

@@ -17,7 +17,8 @@
 /// Laws over many cases. A law is a function of a case that uses the EXPECT
 /// and ASSERT macros; a case knows smaller cases like itself and prints
 /// itself. A case that breaks the law is shrunk before it is reported, and a
-/// random one comes with the seed that draws it again.
+/// random one comes with the seed that draws it again. A law that was asked
+/// about no case at all is a failure, not a success.
 namespace longspan::test {
 
 /// Random choices; equal seeds give equal choices on every machine.
@@ -57,12 +58,22 @@ concept Shrinkable = requires(const Case& value) {
   { value.to_string() } -> std::convertible_to<std::string>;
 };
 
+/// Whether the law in progress on this thread passed its case over.
+inline thread_local bool case_is_passed_over = false;
+
+/// For a law to call before it returns early: it says nothing of this case, so
+/// the case does not count.
+inline void pass_over() {
+  case_is_passed_over = true;
+}
+
 /// The first failure of a law in one case, or "" where the law holds. The
 /// failure is kept from GoogleTest.
 template <class Case, class Law>
 std::string failure_of(const Case& value, const Law& law) {
   using Reporter = ::testing::ScopedFakeTestPartResultReporter;
   ::testing::TestPartResultArray results;
+  case_is_passed_over = false;
   {
     Reporter keep(Reporter::INTERCEPT_ONLY_CURRENT_THREAD, &results);
     try {
@@ -111,12 +122,20 @@ bool holds(const Case& value, const Law& law, const std::string& origin) {
   return false;
 }
 
+/// Fails the test where a law said nothing of any case.
+inline void expect_some_counted(std::size_t counted, std::size_t cases) {
+  EXPECT_GT(counted, 0U) << "the law passed over all of " << cases << " cases";
+}
+
 /// Every listed case, up to the first that breaks the law.
 template <Shrinkable Case, class Law>
 void for_each(const std::vector<Case>& cases, const Law& law) {
+  std::size_t counted = 0;
   for (std::size_t i = 0; i < cases.size(); ++i) {
     if (!holds(cases[i], law, join("case ", i, " of ", cases.size()))) return;
+    if (!case_is_passed_over) ++counted;
   }
+  expect_some_counted(counted, cases.size());
 }
 
 /// The seed of the first random case; LONGSPAN_SEED chooses another.
@@ -128,11 +147,14 @@ inline uint64_t first_seed() {
 /// `count` random cases, each with its own seed.
 template <class Draw, class Law>
 void for_all(int count, const Draw& draw, const Law& law) {
+  std::size_t counted = 0;
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed() + static_cast<uint64_t>(i);
     Random random(seed);
     if (!holds(draw(random), law, join("LONGSPAN_SEED=", seed))) return;
+    if (!case_is_passed_over) ++counted;
   }
+  expect_some_counted(counted, static_cast<std::size_t>(count));
 }
 
 }  // namespace longspan::test

@@ -50,12 +50,15 @@ TEST(KernelLevels, RefuseWhatNobodyIsCalled) {
 }
 
 TEST(KernelLevels, RefuseWhatThisCpuCannotRunAndSayWhy) {
+  int refused = 0;
   for (const KernelLevel& level : kernel_levels()) {
     if (level.why_not.empty()) continue;
+    ++refused;
     EXPECT_THAT([&] { attention_kernels_named(level.name, "test"); },
                 ThrowsMessage<std::invalid_argument>(
                     HasSubstr(level.why_not + "; this CPU can run portable")));
   }
+  if (refused == 0) GTEST_SKIP() << "this CPU can run all kernels";
 }
 
 TEST(KernelLevels, WithoutAWishTheBestIsChosen) {
