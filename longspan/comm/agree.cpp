@@ -1,7 +1,6 @@
 #include "longspan/comm/agree.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <bit>
@@ -47,9 +46,8 @@ std::string who_differs(const std::vector<int>& ranks) {
 /// Every rank's row of hashes, one row for each.
 at::Tensor gathered(const at::Tensor& mine, const Group& group) {
   // A group of NCCL alone moves no tensors of the CPU.
-  const auto process_group = group.process_group();
-  const bool host = has_backend(*process_group, at::kCPU) ||
-                    !has_backend(*process_group, at::kCUDA);
+  const bool host =
+      has_backend(group, at::kCPU) || !has_backend(group, at::kCUDA);
   const at::Tensor row = host ? mine : mine.to(at::kCUDA);
   const at::Tensor rows = row.new_empty({group.size(), mine.numel()});
   rows.select(0, group.rank()).copy_(row);

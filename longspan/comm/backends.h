@@ -1,69 +1,68 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <chrono>
-#include <optional>
+#include <memory>
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "longspan/comm/group.h"
 
 namespace longspan {
 
-/// How tensors of a device travel through a group.
-struct Route {
-  c10::intrusive_ptr<c10d::Backend> backend;
-  bool is_gloo = false;       ///< waits block, and take a deadline
-  bool coalesces = false;     ///< point to point goes in one batch (NCCL)
-  bool through_host = false;  ///< tensors are copied to host memory first
-};
-Route route_for(const Group& group, at::Device device,
-                const std::string& purpose);
-
 /// Whether a group moves tensors of a kind of device.
-bool has_backend(const c10d::ProcessGroup& process_group, at::DeviceType type);
-
-/// An empty tensor of the same shape in host memory, pinned for CUDA.
-at::Tensor host_like(const at::Tensor& tensor);
+bool has_backend(const Group& group, at::DeviceType type);
 
 /// Brings all ranks together before the first exchange where the backend
 /// connects lazily and wants everyone there (NCCL). Every rank must call it.
 void connect_once(const Group& group, at::Device device,
                   const std::string& purpose);
 
-/// Everything posted while it lives goes out as one batch.
-class Coalesced {
- public:
-  explicit Coalesced(c10::intrusive_ptr<c10d::Backend> backend);
-  Coalesced(const Coalesced&) = delete;
-  Coalesced& operator=(const Coalesced&) = delete;
-  ~Coalesced();
-  c10::intrusive_ptr<c10d::Work> end();
-
- private:
-  c10::intrusive_ptr<c10d::Backend> backend_;
+/// A contiguous tensor to or from a peer, under a tag that both sides know.
+struct Message {
+  int peer = 0;
+  int tag = 0;
+  at::Tensor tensor;
 };
 
-class Deadline {
+/// Messages of one device in the hands of a group's backend. Failures are
+/// LostPeer.
+class Post {
  public:
-  explicit Deadline(std::chrono::milliseconds timeout)
-      : timeout_(timeout), start_(std::chrono::steady_clock::now()) {}
-  std::chrono::milliseconds passed() const;
-  /// At least 1 ms: c10d takes 0 for its own default.
-  std::chrono::milliseconds left() const;
+  /// Finds the backend; refuses where the group has none that would do.
+  Post(const Group& group, at::Device device, std::string purpose);
+  Post(Post&&) noexcept;
+  ~Post();
+
+  /// Waits block and take a deadline, and messages meet by their tags; other
+  /// backends order them on a stream.
+  bool is_gloo() const;
+
+  /// Whether tensors must be in host memory.
+  bool through_host() const;
+
+  /// Hands all of them over, and keeps their memory until it is done with.
+  void start(const std::vector<Message>& sends,
+             const std::vector<Message>& receives);
+
+  /// Returns when everything was sent and received.
+  void finish();
+
+  /// Leaves the rest to the backend.
+  void abandon();
 
  private:
-  std::chrono::milliseconds timeout_;
-  std::chrono::steady_clock::time_point start_;
+  struct State;
+  std::unique_ptr<State> state_;
 };
 
-/// Throws LostPeer: "<purpose>: rank 1 waited 5 s for rank 0: <cause>; ...".
-/// peer -1 stands for the whole group.
-[[noreturn]] void throw_lost_peer(const Group& group,
-                                  const std::string& purpose, int peer,
-                                  std::optional<std::chrono::milliseconds> time,
-                                  std::string_view cause);
+/// The backend's own all-gather of equal parts, both sides contiguous: target
+/// is the sources in the order of the ranks. False where nothing was done, as
+/// with gloo, whose own would not notice a peer that dies in the middle.
+bool gather_at_once(const at::Tensor& source, const at::Tensor& target,
+                    const Group& group, const std::string& purpose);
+
+/// Ends all waits of a group, those to come too, with this reason.
+void interrupt(const Group& group, const std::string& why);
 
 }  // namespace longspan

@@ -2,11 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
+#include <exception>
 #include <utility>
 
 #include "longspan/comm/backends.h"
-#include "longspan/comm/group_record.h"
 #include "longspan/core/check.h"
 
 namespace longspan {
@@ -41,14 +40,6 @@ void drop_empty(std::vector<Parcel>& parcels) {
       parcels, [](const Parcel& parcel) { return parcel.tensor.numel() == 0; });
 }
 
-int64_t bytes_of(const std::vector<Parcel>& parcels) {
-  int64_t bytes = 0;
-  for (const Parcel& parcel : parcels) {
-    bytes += static_cast<int64_t>(parcel.tensor.nbytes());
-  }
-  return bytes;
-}
-
 /// Hands out tags: the n-th parcel between two ranks has the n-th tag.
 class Tags {
  public:
@@ -75,24 +66,30 @@ class Tags {
   uint64_t common_;
 };
 
+std::vector<Message> tagged(const std::vector<Parcel>& parcels, Tags tags) {
+  std::vector<Message> messages;
+  for (const Parcel& parcel : parcels) {
+    messages.push_back({parcel.peer, tags.next(parcel), parcel.tensor});
+  }
+  return messages;
+}
+
+/// An empty tensor of the same shape in host memory, pinned for CUDA.
+at::Tensor host_like(const at::Tensor& tensor) {
+  return at::empty(
+      tensor.sizes(),
+      tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda()));
+}
+
 }  // namespace
 
 struct Transfer::State {
-  struct Posted {
-    c10::intrusive_ptr<c10d::Work> work;
-    int peer;  // -1: several
-  };
   struct Staged {
     at::Tensor target;
     at::Tensor host;
   };
 
-  Group group;
-  c10::intrusive_ptr<c10d::ProcessGroup> in_use;
-  std::string purpose;
-  Route route;
-  std::vector<Posted> posted = {};
-  std::vector<at::Tensor> kept = {};  // until the backend is done with them
+  Post post;
   std::vector<Staged> staged = {};
 
   void stage(std::vector<Parcel>& sends, std::vector<Parcel>& receives) {
@@ -107,70 +104,11 @@ struct Transfer::State {
     }
   }
 
-  void post(const std::vector<Parcel>& sends,
-            const std::vector<Parcel>& receives, uint64_t common) {
-    Tags send_tags(group.size(), route.is_gloo, common);
-    Tags receive_tags(group.size(), route.is_gloo, common);
-    const auto keep = [&](c10::intrusive_ptr<c10d::Work> work, int peer) {
-      if (work.defined()) posted.push_back({std::move(work), peer});
-    };
-    int peer = -1;
-    try {
-      // Receives first: data that finds its buffer waiting is not kept aside.
-      std::optional<Coalesced> coalesced;
-      if (route.coalesces) coalesced.emplace(route.backend);
-      for (const Parcel& parcel : receives) {
-        peer = parcel.peer;
-        std::vector<at::Tensor> tensors = {parcel.tensor};
-        kept.push_back(parcel.tensor);
-        keep(route.backend->recv(tensors, peer, receive_tags.next(parcel)),
-             peer);
-      }
-      for (const Parcel& parcel : sends) {
-        peer = parcel.peer;
-        std::vector<at::Tensor> tensors = {parcel.tensor};
-        kept.push_back(parcel.tensor);
-        keep(route.backend->send(tensors, peer, send_tags.next(parcel)), peer);
-      }
-      if (coalesced) {
-        // One piece of work stands for all; those of the parts are not needed.
-        posted.clear();
-        peer = -1;
-        keep(coalesced->end(), peer);
-      }
-    } catch (const std::exception& error) {
-      abandon();
-      throw_lost_peer(group, purpose, peer, {}, error.what());
-    }
-  }
-
   void finish() {
-    const Deadline deadline(group.timeout());
-    while (!posted.empty()) {
-      // Taken out only once done, so that abandon() keeps it on an error.
-      const Posted next = posted.back();
-      try {
-        const bool done = route.is_gloo
-                              ? group.record()->wait(next.work, deadline.left())
-                              : next.work->wait();
-        if (!done) throw std::runtime_error("the work was aborted");
-      } catch (const std::exception& error) {
-        abandon();
-        throw_lost_peer(group, purpose, next.peer, deadline.passed(),
-                        error.what());
-      }
-      posted.pop_back();
-    }
+    post.finish();
     for (const auto& [target, host] : staged) {
       target.copy_(host, /*non_blocking=*/true);
     }
-  }
-
-  void abandon() {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (Posted& each : posted) works.push_back(std::move(each.work));
-    posted.clear();
-    if (!works.empty()) group.record()->abandon(std::move(works));
   }
 };
 
@@ -194,8 +132,8 @@ void Transfer::drop() noexcept {
   try {
     // Waiting for peers would hold back the exception that they wait for.
     // Backends with streams do not block here, and need the ordering.
-    if (std::uncaught_exceptions() > 0 && state_->route.is_gloo) {
-      state_->abandon();
+    if (std::uncaught_exceptions() > 0 && state_->post.is_gloo()) {
+      state_->post.abandon();
     } else {
       state_->finish();
     }
@@ -219,16 +157,13 @@ Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
   if (group.size() == 1) return transfer;
   if (device) connect_once(group, *device, purpose);
   if (sends.empty() && receives.empty()) return transfer;
-  Route route = route_for(group, *device, purpose);
   transfer.state_ = std::make_unique<Transfer::State>(
-      Transfer::State{.group = group,
-                      .in_use = group.process_group(),
-                      .purpose = std::move(purpose),
-                      .route = std::move(route)});
+      Transfer::State{.post = Post(group, *device, std::move(purpose))});
   Transfer::State& state = *transfer.state_;
-  group.record()->sent_bytes += bytes_of(sends);
-  if (state.route.through_host) state.stage(sends, receives);
-  state.post(sends, receives, common);
+  if (state.post.through_host()) state.stage(sends, receives);
+  const bool with_size = state.post.is_gloo();
+  state.post.start(tagged(sends, Tags(group.size(), with_size, common)),
+                   tagged(receives, Tags(group.size(), with_size, common)));
   return transfer;
 }
 

@@ -5,19 +5,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "longspan/comm/group.h"
+#include "longspan/comm/lost_peer.h"
 
 namespace longspan {
-
-/// A peer did not answer in time, or is gone. The group is of no use after it.
-class LostPeer : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 /// A contiguous tensor that goes to, or comes from, another rank.
 struct Parcel {

@@ -5,7 +5,6 @@
 #include "longspan/comm/backends.h"
 #include "longspan/comm/carry.h"
 #include "longspan/comm/collectives.h"
-#include "longspan/comm/group_record.h"
 #include "longspan/comm/linear.h"
 #include "longspan/core/check.h"
 
@@ -89,27 +88,16 @@ std::vector<Piece> gather_pieces(int64_t axis, at::IntArrayRef sizes, int me) {
   return pieces;
 }
 
-/// One call of the backend's own collective, where the layout allows it. gloo's
-/// would not notice a peer that dies in the middle.
+/// One call of the backend's own collective, where the layout allows it.
 bool gather_whole(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
-                  const Group& group, at::Tensor& target) {
+                  const Group& group, const at::Tensor& target) {
   for (int64_t i = 0; i < axis; ++i) {
     if (x.size(i) != 1) return false;
   }
   for (const int64_t size : sizes) {
     if (size != sizes[0]) return false;
   }
-  const Route route = route_for(group, x.device(), kGather);
-  if (route.is_gloo || route.through_host || x.numel() == 0) return false;
-  at::Tensor source = x.contiguous();
-  try {
-    route.backend->_allgather_base(target, source)->wait();
-  } catch (const std::exception& error) {
-    throw_lost_peer(group, kGather, -1, {}, error.what());
-  }
-  group.record()->sent_bytes +=
-      static_cast<int64_t>(x.nbytes()) * (group.size() - 1);
-  return true;
+  return gather_at_once(x.contiguous(), target, group, kGather);
 }
 
 at::Tensor gather(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,

@@ -1,14 +1,22 @@
 #include "longspan/comm/gloo_groups.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <csignal>
 #include <cstdlib>
 
+#include "longspan/comm/group_record.h"
 #include "longspan/core/check.h"
 
 namespace longspan {
+
+struct MeetingPlace {
+  c10::intrusive_ptr<c10d::Store> store;
+};
 
 namespace {
 
@@ -47,31 +55,52 @@ void survive_broken_pipes() {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const GlooGroup& group) {
+std::shared_ptr<MeetingPlace> meet_here(std::chrono::milliseconds timeout) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(timeout);
+  return std::make_shared<MeetingPlace>(MeetingPlace{std::move(store)});
+}
+
+std::shared_ptr<MeetingPlace> meet_at(const Launch& launch,
+                                      const std::string& prefix) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(launch.port);
+  options.isServer = launch.rank == 0 && !launch.store_exists;
+  options.numWorkers = static_cast<std::size_t>(launch.size);
+  options.waitWorkers = false;
+  options.multiTenant = true;
+  return std::make_shared<MeetingPlace>(
+      MeetingPlace{c10::make_intrusive<c10d::PrefixStore>(
+          prefix,
+          c10::make_intrusive<c10d::TCPStore>(launch.address, options))});
+}
+
+Group make_gloo_group(const GlooGroup& group) {
   survive_broken_pipes();
   const auto options = c10d::ProcessGroupGloo::Options::create(group.timeout);
   options->devices.push_back(device_of(group.network));
   options->group_name = group.name;
+  const auto& store = group.place->store;
   const auto backend =
-      c10::make_intrusive<Gloo>(group.store, group.rank, group.size, options);
-  auto process_group = c10::make_intrusive<c10d::ProcessGroup>(
-      group.store, group.rank, group.size);
+      c10::make_intrusive<Gloo>(store, group.rank, group.size, options);
+  auto process_group =
+      c10::make_intrusive<c10d::ProcessGroup>(store, group.rank, group.size);
   process_group->setBackend(c10::DeviceType::CPU,
                             c10d::ProcessGroup::BackendType::GLOO, backend);
   process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
   process_group->setGroupName(group.name);
   c10d::register_process_group(group.name, process_group);
-  return process_group;
+  return Group::owning(std::move(process_group));
 }
 
-void close_gloo_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-    const std::string& name) {
-  c10d::unregister_process_group(name);
+void close_gloo_group(const Group& group) {
+  const auto process_group = group.process_group();
+  c10d::unregister_process_group(group.name());
   auto* const gloo = dynamic_cast<Gloo*>(
       process_group->getBackend(c10::DeviceType::CPU).get());
   promise(gloo != nullptr, "close_gloo_group: not made by make_gloo_group");
   gloo->close();
+  group.record()->forget_abandoned();
 }
 
 std::string why_no_gloo() {

@@ -1,12 +1,24 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <chrono>
+#include <memory>
 #include <string>
 
+#include "longspan/comm/group.h"
+#include "longspan/comm/launch.h"
+
 namespace longspan {
+
+/// Where the ranks of a new group leave each other their addresses.
+struct MeetingPlace;
+
+/// For threads of this process, who share the place.
+std::shared_ptr<MeetingPlace> meet_here(std::chrono::milliseconds timeout);
+
+/// For processes, at the address of their launch; rank 0 serves it, unless
+/// somebody does already. Ranks with equal words in `prefix` meet.
+std::shared_ptr<MeetingPlace> meet_at(const Launch& launch,
+                                      const std::string& prefix);
 
 /// Where the ranks of a group listen.
 enum class Network {
@@ -15,7 +27,7 @@ enum class Network {
 };
 
 struct GlooGroup {
-  c10::intrusive_ptr<c10d::Store> store;
+  std::shared_ptr<MeetingPlace> place;
   int rank = 0;
   int size = 1;
   std::string name;
@@ -23,17 +35,16 @@ struct GlooGroup {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
-/// One rank of a group over gloo, registered under its name. Returns when all
-/// ranks are connected; every rank must call it. From then on the process
-/// ignores SIGPIPE, unless it handles that signal already: a peer that dies
-/// must be an error, not the end.
-c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const GlooGroup& group);
+/// One rank of a group over gloo, registered under its name; the result owns
+/// it. Returns when all ranks are connected; every rank must call it. From then
+/// on the process ignores SIGPIPE, unless it handles that signal already: a
+/// peer that dies must be an error, not the end.
+Group make_gloo_group(const GlooGroup& group);
 
-/// Closes its connections, so that peers that wait find out at once, and takes
-/// its name away. The group is of no use after that.
-void close_gloo_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-    const std::string& name);
+/// Closes the connections of a group that make_gloo_group made, so that peers
+/// that wait find out at once, and takes its name away. The group is of no use
+/// after that.
+void close_gloo_group(const Group& group);
 
 /// Why this build cannot make groups; empty when it can.
 std::string why_no_gloo();

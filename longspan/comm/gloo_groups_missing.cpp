@@ -4,12 +4,19 @@
 
 namespace longspan {
 
-c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const GlooGroup&) {
+std::shared_ptr<MeetingPlace> meet_here(std::chrono::milliseconds) {
   throw std::runtime_error(why_no_gloo());
 }
 
-void close_gloo_group(const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                      const std::string&) {}
+std::shared_ptr<MeetingPlace> meet_at(const Launch&, const std::string&) {
+  throw std::runtime_error(why_no_gloo());
+}
+
+Group make_gloo_group(const GlooGroup&) {
+  throw std::runtime_error(why_no_gloo());
+}
+
+void close_gloo_group(const Group&) {}
 
 std::string why_no_gloo() {
   return "groups over gloo are not available, because gloo's headers were "

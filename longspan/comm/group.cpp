@@ -1,13 +1,11 @@
 #include "longspan/comm/group.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
 #include <cstdlib>
 #include <unordered_map>
 
-#include "longspan/comm/backends.h"
 #include "longspan/comm/gloo_groups.h"
 #include "longspan/comm/group_record.h"
 #include "longspan/comm/launch.h"
@@ -52,6 +50,28 @@ std::unordered_map<c10d::ProcessGroup*, Record>& records() {
   // Never destroyed: groups may outlive static objects.
   static auto* const map = new std::unordered_map<c10d::ProcessGroup*, Record>;
   return *map;
+}
+
+/// The record of a process group, made on first sight.
+Record record_of(const ProcessGroup& process_group) {
+  std::vector<Record> gone;  // let go of after the lock
+  const std::lock_guard lock(records_mutex);
+  auto& map = records();
+  if (const auto it = map.find(process_group.get()); it != map.end()) {
+    return it->second;
+  }
+  for (auto it = map.begin(); it != map.end();) {
+    if (!it->second->process_group.expired()) {
+      ++it;
+      continue;
+    }
+    gone.push_back(std::move(it->second));
+    it = map.erase(it);
+  }
+  auto record = std::make_shared<GroupRecord>(process_group,
+                                              registered_name(process_group));
+  map.emplace(process_group.get(), record);
+  return record;
 }
 
 /// Null when it is gone, and for solo.
@@ -119,27 +139,6 @@ void GroupRecord::forget_abandoned() {
   works.swap(abandoned_);
 }
 
-std::shared_ptr<GroupRecord> record_of(const ProcessGroup& process_group) {
-  std::vector<Record> gone;  // let go of after the lock
-  const std::lock_guard lock(records_mutex);
-  auto& map = records();
-  if (const auto it = map.find(process_group.get()); it != map.end()) {
-    return it->second;
-  }
-  for (auto it = map.begin(); it != map.end();) {
-    if (!it->second->process_group.expired()) {
-      ++it;
-      continue;
-    }
-    gone.push_back(std::move(it->second));
-    it = map.erase(it);
-  }
-  auto record = std::make_shared<GroupRecord>(process_group,
-                                              registered_name(process_group));
-  map.emplace(process_group.get(), record);
-  return record;
-}
-
 // Here, because the header does not know what a process group is.
 Group::Group() = default;
 Group::Group(const Group&) = default;
@@ -184,24 +183,15 @@ Group Group::from_environment() {
   if (!launch || launch->size == 1) return solo();
   static std::atomic<int64_t> made = 0;
   const std::string name = join("longspan/environment/", made++);
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(launch->port);
-  options.isServer = launch->rank == 0 && !launch->store_exists;
-  options.numWorkers = static_cast<std::size_t>(launch->size);
-  options.waitWorkers = false;
-  options.multiTenant = true;
-  const auto store =
-      c10::make_intrusive<c10d::TCPStore>(launch->address, options);
   // After a restart the store of torchrun's agent still holds the old keys.
   const std::string attempt =
       variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  return owning(
-      make_gloo_group({.store = c10::make_intrusive<c10d::PrefixStore>(
-                           join(name, "/attempt/", attempt), store),
-                       .rank = launch->rank,
-                       .size = launch->size,
-                       .name = name,
-                       .network = Network::default_interface}));
+  return make_gloo_group(
+      {.place = meet_at(*launch, join(name, "/attempt/", attempt)),
+       .rank = launch->rank,
+       .size = launch->size,
+       .name = name,
+       .network = Network::default_interface});
 }
 
 std::chrono::milliseconds Group::timeout() const {
@@ -209,7 +199,10 @@ std::chrono::milliseconds Group::timeout() const {
   const ProcessGroup process_group = alive(record_);
   if (process_group.defined()) {
     try {
-      const auto backend = has_backend(*process_group, c10::DeviceType::CPU)
+      const auto kinds = process_group->getDeviceTypes();
+      const bool has_cpu =
+          std::ranges::any_of(kinds, [](at::Device d) { return d.is_cpu(); });
+      const auto backend = has_cpu
                                ? process_group->getBackend(c10::DeviceType::CPU)
                                : process_group->getDefaultBackend();
       timeout = backend->getBackendOptions()->timeout;

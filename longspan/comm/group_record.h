@@ -1,5 +1,7 @@
 #pragma once
 
+// The one header of ours that knows c10d; only group.cpp, backends.cpp and
+// gloo_groups.cpp include it, since it takes seconds to compile.
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
@@ -50,9 +52,5 @@ struct GroupRecord {
   std::vector<c10d::Work*> waiting_;
   std::vector<c10::intrusive_ptr<c10d::Work>> abandoned_;
 };
-
-/// The record of a process group, made on first sight.
-std::shared_ptr<GroupRecord> record_of(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
 }  // namespace longspan

@@ -1,7 +1,5 @@
 #include "longspan/comm/run_ranks.h"
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include <atomic>
 #include <exception>
 #include <mutex>
@@ -9,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/backends.h"
 #include "longspan/comm/gloo_groups.h"
-#include "longspan/comm/group_record.h"
+#include "longspan/comm/lost_peer.h"
 #include "longspan/core/check.h"
 
 namespace longspan {
@@ -51,7 +49,7 @@ class FirstError {
   bool consequence_ = false;
 };
 
-/// The groups of one run, by rank.
+/// The groups of one run, by rank, which keeps them alive.
 class Groups {
  public:
   explicit Groups(std::string run, int ranks)
@@ -59,12 +57,13 @@ class Groups {
 
   std::string name(int rank) const { return join(run_, rank); }
 
-  Group add(int rank, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+  /// What the body gets keeps nothing alive after the run.
+  Group add(Group made) {
     const std::lock_guard lock(mutex_);
-    const Group group = Group::of(process_group);
-    groups_[static_cast<std::size_t>(rank)] = std::move(process_group);
-    if (failed_) group.record()->interrupt(*failed_);
-    return group;
+    if (failed_) interrupt(made, *failed_);
+    const Group known = Group::named(made.name());
+    groups_[static_cast<std::size_t>(made.rank())] = std::move(made);
+    return known;
   }
 
   /// Peers that wait for this rank must not wait for the deadline.
@@ -73,7 +72,7 @@ class Groups {
     if (!failed_) failed_ = join("rank ", rank, " ended with an error");
     close(rank);
     for (const auto& peer : groups_) {
-      if (peer.defined()) record_of(peer)->interrupt(*failed_);
+      if (peer) interrupt(*peer, *failed_);
     }
   }
 
@@ -84,17 +83,15 @@ class Groups {
 
  private:
   void close(int rank) {
-    auto& process_group = groups_[static_cast<std::size_t>(rank)];
-    if (!process_group.defined()) return;
-    close_gloo_group(process_group, name(rank));
-    record_of(process_group)->forget_abandoned();
-    process_group.reset();
+    std::optional<Group>& group = groups_[static_cast<std::size_t>(rank)];
+    if (group) close_gloo_group(*group);
+    group.reset();
   }
 
   std::mutex mutex_;
   std::string run_;
   std::optional<std::string> failed_;
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  std::vector<std::optional<Group>> groups_;
 };
 
 }  // namespace
@@ -106,18 +103,17 @@ void run_ranks(int ranks, const std::function<void(const Group&)>& body,
 
   static std::atomic<int64_t> runs = 0;
   Groups groups(join("longspan/run/", runs++, "/"), ranks);
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  store->setTimeout(options.timeout);
+  const auto place = meet_here(options.timeout);
   FirstError error;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        body(groups.add(rank, make_gloo_group({.store = store,
-                                               .rank = rank,
-                                               .size = ranks,
-                                               .name = groups.name(rank),
-                                               .timeout = options.timeout})));
+        body(groups.add(make_gloo_group({.place = place,
+                                         .rank = rank,
+                                         .size = ranks,
+                                         .name = groups.name(rank),
+                                         .timeout = options.timeout})));
       } catch (...) {
         error.note(std::current_exception());
         groups.fail(rank);

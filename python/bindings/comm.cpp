@@ -2,9 +2,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "longspan/comm/agree.h"
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/backends.h"
 #include "longspan/comm/group.h"
-#include "longspan/comm/group_record.h"
 #include "longspan/comm/launch.h"
 #include "longspan/comm/needed.h"
 #include "longspan/core/check.h"
@@ -65,8 +64,7 @@ void bind_comm(py::module_& m) {
   m.def(
       "interrupt",
       [](const std::string& name, const std::string& why) {
-        const Group group = Group::named(name);
-        if (group.record()) group.record()->interrupt(why);
+        interrupt(Group::named(name), why);
       },
       py::arg("name"), py::arg("why"), NoGil());
 

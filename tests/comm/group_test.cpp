@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "longspan/comm/agree.h"
@@ -23,7 +22,8 @@ using ::testing::HasSubstr;
 c10::intrusive_ptr<c10d::ProcessGroup> lone_gloo_group(
     const std::string& name) {
   return make_gloo_group(
-      {.store = c10::make_intrusive<c10d::HashStore>(), .name = name});
+             {.place = meet_here(std::chrono::minutes(5)), .name = name})
+      .process_group();
 }
 
 TEST(Group, SoloIsOneRankWithoutAName) {
@@ -50,7 +50,7 @@ TEST(Group, KnowsItsTimeoutAndBackend) {
 TEST(Group, ARegisteredGroupKeepsItsName) {
   const auto process_group = lone_gloo_group("mine");
   EXPECT_EQ(Group::of(process_group).name(), "mine");
-  close_gloo_group(process_group, "mine");
+  close_gloo_group(Group::of(process_group));
 }
 
 TEST(Group, AnUnregisteredGroupGetsAName) {
