@@ -91,9 +91,11 @@ void agree(const Group& group,
   const at::Tensor rows = gathered(mine, group);
 
   const auto strangers = ranks_that_differ(rows, 0);
-  check(strangers.empty(), "agree: the ranks of the group compare different ",
-        "fields (", who_differs(strangers),
-        "); call it with the same names everywhere");
+  if (!strangers.empty()) {
+    throw DifferentFields(join(
+        "agree: the ranks of the group compare different fields (",
+        who_differs(strangers), "); call it with the same names everywhere"));
+  }
   std::string text;
   for (std::size_t i = 0; i < fields.size(); ++i) {
     const auto ranks = ranks_that_differ(rows, static_cast<int64_t>(i) + 1);

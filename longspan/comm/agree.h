@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,12 @@ namespace longspan {
 
 /// Most fields that one call compares.
 inline constexpr int kMostFields = 63;
+
+/// The ranks do not even compare the same fields.
+class DifferentFields : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
 
 /// Checks that all ranks were given the same, by name and hash: one small
 /// exchange (512 bytes to every other rank). Where they differ, every rank

@@ -1,8 +1,9 @@
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <chrono>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -11,9 +12,13 @@
 namespace longspan {
 
 /// A peer did not answer in time, or is gone. The group is of no use after it.
-class LostPeer : public std::runtime_error {
+///
+/// It is torch's own error of a failed backend, which keeps its type on all
+/// ways into Python, out of a backward pass too: there it is
+/// torch.distributed.DistBackendError, a RuntimeError.
+class LostPeer : public c10::DistBackendError {
  public:
-  using std::runtime_error::runtime_error;
+  using c10::DistBackendError::DistBackendError;
 };
 
 /// Throws LostPeer: "<purpose>: rank 1 waited 5 s for rank 0: <cause>; ...".

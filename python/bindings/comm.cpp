@@ -5,6 +5,7 @@
 #include "longspan/comm/backends.h"
 #include "longspan/comm/group.h"
 #include "longspan/comm/launch.h"
+#include "longspan/comm/lost_peer.h"
 #include "longspan/comm/needed.h"
 #include "longspan/core/check.h"
 #include "python/bindings/bindings.h"
@@ -20,6 +21,22 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 }  // namespace
 
 void bind_comm(py::module_& m) {
+  // Torch turns a LostPeer out of an operator, or out of a backward pass, into
+  // its own type; so do functions of this module.
+  static const py::handle lost_peer =
+      py::object(py::module_::import("torch._C").attr("_DistBackendError"))
+          .release();
+  m.attr("LostPeer") = lost_peer;
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const LostPeer& lost) {
+      PyErr_SetString(lost_peer.ptr(), lost.what());
+    }
+  });
+  py::register_exception<DifferentFields>(m, "DifferentFields",
+                                          PyExc_ValueError);
+
   py::class_<Group>(m, "Group", "The ranks that hold one sequence together.")
       .def(py::init([](const std::string& name) {
              // Not as a call guard: pybind11 notes the instance down after

@@ -54,7 +54,7 @@ from longspan.collectives import (
 from longspan.drawing import draw, draw_plan
 from longspan.explaining import explain
 from longspan.gradients import sum_gradients
-from longspan.group import Group, agree, run_ranks
+from longspan.group import Group, LostPeer, agree, run_ranks
 from longspan.local_batch import LocalBatch
 from longspan.losses import reduce_loss
 from longspan.models import parallelize, restore
@@ -87,6 +87,7 @@ __all__ = [
     "Group",
     "Layout",
     "LocalBatch",
+    "LostPeer",
     "Mask",
     "Ownership",
     "PackedBatch",

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from longspan import _C
 from longspan.group import Group, agree
-
-_STRANGERS = "agree: the ranks of the group compare different "
 
 
 class Agreement:
@@ -30,9 +29,7 @@ class Agreement:
             return
         try:
             agree(self._group, fields)
-        except ValueError as error:
-            if not str(error).startswith(_STRANGERS):
-                raise
+        except _C.DifferentFields as error:
             raise ValueError(
                 f"{self._who}: the ranks were given batches with different keys, or a rank "
                 f"refused its batch and its own error says why ({error})"

@@ -16,9 +16,11 @@ from longspan import _C
 
 Result = TypeVar("Result")
 
+#: A peer did not answer in time, or is gone: the RuntimeError that torch itself
+#: raises for a backend that failed, torch.distributed.DistBackendError.
+LostPeer = _C.LostPeer
+
 _names = itertools.count()
-#: What every error of a lost peer says.
-_LOST = "; look at the log of "
 
 
 class Group(_C.Group):
@@ -182,7 +184,10 @@ class _Run:
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._lock:
-            if self._error is None or (_is_loss(self._error) and not _is_loss(error)):
+            # That a peer is lost is news only until the peer says why.
+            if self._error is None or (
+                isinstance(self._error, LostPeer) and not isinstance(error, LostPeer)
+            ):
                 self._error = error
             if self._why is None:
                 self._why = f"rank {rank} ended with an error"
@@ -199,10 +204,6 @@ class _Run:
 
 def _c10d() -> Any:
     return torch._C._distributed_c10d
-
-
-def _is_loss(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _LOST in str(error)
 
 
 def _name_of(group: dist.ProcessGroup) -> str:

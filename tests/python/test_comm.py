@@ -12,7 +12,7 @@ import torch
 from processes import outputs_of, start_ranks
 
 import longspan
-from longspan import Group, run_ranks
+from longspan import Group, LostPeer, run_ranks
 
 
 def test_solo_is_one_rank():
@@ -86,7 +86,54 @@ def test_a_late_rank_is_named():
             time.sleep(2)
         return longspan.rotate(torch.ones(1), 1, group=group)
 
-    with pytest.raises(RuntimeError, match=r"rotate: rank 1 waited 0\.[56] s for rank 0: "):
+    with pytest.raises(LostPeer, match=r"rotate: rank 1 waited 0\.[56] s for rank 0: "):
+        run_ranks(2, body, timeout=0.5)
+
+
+def lose_in_an_operator(group):
+    longspan.rotate(torch.ones(1), 1, group=group)
+
+
+def lose_in_a_function(group):
+    longspan.agree(group, {"x": 1})
+
+
+@pytest.mark.parametrize("lose", [lose_in_an_operator, lose_in_a_function])
+def test_a_lost_peer_has_its_own_type(lose):
+    def body(group):
+        if group.rank() == 0:
+            time.sleep(1)
+            return None
+        with pytest.raises(RuntimeError) as raised:
+            lose(group)
+        return raised.type
+
+    assert run_ranks(2, body, timeout=0.5) == [None, LostPeer]
+    assert LostPeer is torch.distributed.DistBackendError
+
+
+def test_a_peer_lost_in_backward_has_its_own_type():
+    def body(group):
+        x = torch.ones(1, requires_grad=True)
+        y = longspan.rotate(x, 1, group=group)
+        if group.rank() == 0:
+            time.sleep(1)
+            return None
+        with pytest.raises(RuntimeError) as raised:
+            y.sum().backward()
+        return raised.type
+
+    assert run_ranks(2, body, timeout=0.5) == [None, LostPeer]
+
+
+def test_an_error_that_only_reads_like_a_lost_peer_is_the_one_that_counts():
+    def body(group):
+        if group.rank() == 0:
+            time.sleep(1)  # rank 1 has lost it by then
+            raise RuntimeError("mine; look at the log of nobody")
+        longspan.rotate(torch.ones(1), 1, group=group)
+
+    with pytest.raises(RuntimeError, match="mine"):
         run_ranks(2, body, timeout=0.5)
 
 
