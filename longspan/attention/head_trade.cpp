@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "longspan/comm/exchange.h"
-
 namespace longspan {
 
 HeadTrade::HeadTrade(const Plan& plan, const Group& group, int64_t heads,
@@ -24,47 +22,18 @@ TokenRange HeadTrade::range(const HeadShare& share, Kind kind) const {
   return kind == Kind::heads ? share.heads : share.key_heads;
 }
 
-TokenRange HeadTrade::tokens_of(int member) const {
-  TokenRange range;
-  for (int m = 0; m <= member; ++m) {
-    const int64_t held = plan_.member_tokens()[static_cast<std::size_t>(m)];
-    range = {range.end, range.end + held};
+std::vector<Piece> HeadTrade::pieces_of(Kind kind) const {
+  std::vector<Trader> team;
+  int64_t token = 0;
+  for (int member = 0; member < plan_.strategy().head_ranks; ++member) {
+    const int64_t held =
+        plan_.member_tokens()[static_cast<std::size_t>(member)];
+    team.push_back({.rank = plan_.first_of_team() + member,
+                    .gets = range(share_of(member), kind),
+                    .puts = {token, token + held}});
+    token += held;
   }
-  return range;
-}
-
-void HeadTrade::trade(const std::vector<Part>& parts, const Piece& given,
-                      const Piece& target, bool adds,
-                      const std::string& purpose) const {
-  const int members = plan_.strategy().head_ranks;
-  std::vector<Parcel> sends, receives;
-  for (int m = 0; m < members; ++m) {
-    if (m == plan_.member()) continue;
-    std::vector<at::Tensor> message;
-    int64_t expected = 0;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      message.push_back(given(i, m).reshape({-1}));
-      expected += target(i, m).numel();
-    }
-    sends.push_back({plan_.first_of_team() + m, at::cat(message)});
-    receives.push_back({plan_.first_of_team() + m,
-                        at::empty({expected}, parts[0].tensor.options())});
-  }
-  start_exchange(group_, sends, receives, purpose, plan_.fingerprint()).wait();
-  std::size_t next = 0;
-  for (int m = 0; m < members; ++m) {
-    const bool is_own = m == plan_.member();
-    const at::Tensor message = is_own ? at::Tensor() : receives[next++].tensor;
-    int64_t at = 0;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      const at::Tensor to = target(i, m);
-      const at::Tensor from =
-          is_own ? given(i, m)
-                 : message.narrow(0, at, to.numel()).view(to.sizes());
-      at += is_own ? 0 : to.numel();
-      adds ? to.add_(from) : to.copy_(from);
-    }
-  }
+  return trade_pieces(/*split=*/2, /*join=*/0, team, group_.rank());
 }
 
 std::vector<at::Tensor> HeadTrade::to_heads(const std::vector<Part>& parts,
@@ -74,25 +43,16 @@ std::vector<at::Tensor> HeadTrade::to_heads(const std::vector<Part>& parts,
     for (const Part& part : parts) traded.push_back(part.tensor);
     return traded;
   }
-  const int64_t all = tokens_of(plan_.strategy().head_ranks - 1).end;
-  for (const Part& part : parts) {
-    const TokenRange heads = range(mine_, part.kind);
-    traded.push_back(
-        at::empty({all, part.tensor.size(1), heads.size(), part.tensor.size(3)},
-                  part.tensor.options()));
+  int64_t all = 0;
+  for (const int64_t held : plan_.member_tokens()) all += held;
+  std::vector<Cargo> cargo;
+  for (const auto& [x, kind] : parts) {
+    const int64_t heads = range(mine_, kind).size();
+    cargo.push_back({.x = x,
+                     .pieces = pieces_of(kind),
+                     .target_sizes = {all, x.size(1), heads, x.size(3)}});
   }
-  trade(
-      parts,
-      [&](std::size_t i, int m) {
-        const TokenRange heads = range(share_of(m), parts[i].kind);
-        return parts[i].tensor.narrow(2, heads.begin, heads.size());
-      },
-      [&](std::size_t i, int m) {
-        const TokenRange tokens = tokens_of(m);
-        return traded[i].narrow(0, tokens.begin, tokens.size());
-      },
-      /*adds=*/false, purpose);
-  return traded;
+  return carry(cargo, group_, {purpose, plan_.fingerprint()});
 }
 
 std::vector<at::Tensor> HeadTrade::to_tokens(const std::vector<Part>& parts,
@@ -102,24 +62,18 @@ std::vector<at::Tensor> HeadTrade::to_tokens(const std::vector<Part>& parts,
     for (const Part& part : parts) traded.push_back(part.tensor);
     return traded;
   }
-  const int64_t own = tokens_of(plan_.member()).size();
-  for (const Part& part : parts) {
-    traded.push_back(at::zeros(
-        {own, part.tensor.size(1), count(part.kind), part.tensor.size(3)},
-        part.tensor.options()));
+  const int64_t own =
+      plan_.member_tokens()[static_cast<std::size_t>(plan_.member())];
+  std::vector<Cargo> cargo;
+  for (const auto& [x, kind] : parts) {
+    // A head is of one member; a key head may be of several.
+    cargo.push_back(
+        {.x = x,
+         .pieces = reversed(pieces_of(kind)),
+         .target_sizes = {own, x.size(1), count(kind), x.size(3)},
+         .meeting = kind == Kind::heads ? Meeting::never : Meeting::add});
   }
-  trade(
-      parts,
-      [&](std::size_t i, int m) {
-        const TokenRange tokens = tokens_of(m);
-        return parts[i].tensor.narrow(0, tokens.begin, tokens.size());
-      },
-      [&](std::size_t i, int m) {
-        const TokenRange heads = range(share_of(m), parts[i].kind);
-        return traded[i].narrow(2, heads.begin, heads.size());
-      },
-      /*adds=*/true, purpose);
-  return traded;
+  return carry(cargo, group_, {purpose, plan_.fingerprint()});
 }
 
 }  // namespace longspan

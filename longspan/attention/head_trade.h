@@ -2,10 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 
+#include "longspan/comm/carry.h"
 #include "longspan/comm/group.h"
 #include "longspan/core/token_range.h"
 #include "longspan/plan/plan.h"
@@ -38,21 +38,14 @@ class HeadTrade {
                                    const std::string& purpose) const;
 
   /// The adjoint: what members computed for the same key head of a token is
-  /// summed, in member order.
+  /// summed, in member order and in the accumulation type.
   std::vector<at::Tensor> to_tokens(const std::vector<Part>& parts,
                                     const std::string& purpose) const;
 
  private:
-  /// Of a part, what concerns a member.
-  using Piece = std::function<at::Tensor(std::size_t part, int member)>;
+  /// What to_heads() sends of a kind of heads.
+  std::vector<Piece> pieces_of(Kind kind) const;
 
-  /// Sends given(.., m) to each member m in one message, and puts what m sent
-  /// into target(.., m), or adds it, in member order.
-  void trade(const std::vector<Part>& parts, const Piece& given,
-             const Piece& target, bool adds, const std::string& purpose) const;
-
-  /// The tokens of a member among all of the team.
-  TokenRange tokens_of(int member) const;
   HeadShare share_of(int member) const;
   int64_t count(Kind kind) const;
   TokenRange range(const HeadShare& share, Kind kind) const;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "longspan/attention/selected_layout.h"
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/carry.h"
 #include "longspan/comm/group.h"
 
 namespace longspan {
@@ -35,9 +35,8 @@ struct Traffic {
            (layout == nullptr || layout->to_stream().is_identity());
   }
 
-  /// One exchange, in which ranks with other layouts take no part.
-  void exchange(std::vector<Parcel> sends, std::vector<Parcel> receives,
-                const std::string& what, at::Device device) const;
+  /// One in which ranks with other layouts take no part.
+  Errand errand(const std::string& what) const;
 };
 
 /// Everybody's tokens in the order of the stream: [local tokens, ..] ->
@@ -88,18 +87,14 @@ class FetchedKeys {
 
  private:
   void ask(const at::Tensor& lists);
-  at::Tensor needed_rows(const at::Tensor& mine, const std::string& what) const;
-  at::Tensor needed_home(const at::Tensor& found,
-                         const std::string& what) const;
 
   bool is_needed_ = false;
   Traffic traffic_;
   at::Tensor lists_;
   int64_t rows_ = 1;
-  // Of needed rows, one entry for each rank:
-  std::vector<int64_t> firsts_;    // where its rows begin here, and the end
-  std::vector<at::Tensor> asked_;  // places of ours that it asked for
-  at::Tensor own_;                 // places of ours that we need
+  // Of needed rows: from places of ours to those of who asked.
+  std::vector<Piece> pieces_;
+  int64_t needed_ = 0;  // rows that come here
 };
 
 }  // namespace longspan

@@ -33,9 +33,7 @@ class WorkTrade {
  private:
   Traffic traffic_;
   std::vector<TokenRange> queries_;
-  // One entry for each rank:
-  std::vector<std::vector<TokenRange>> leaving_;  // local places of its work
-  std::vector<TokenRange> coming_;                // where its queries lie here
+  std::vector<Piece> pieces_;  // from local tokens to queries here
 };
 
 }  // namespace longspan

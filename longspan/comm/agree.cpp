@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "longspan/comm/backends.h"
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/carry.h"
 #include "longspan/core/check.h"
 
 namespace longspan {
@@ -49,17 +49,9 @@ at::Tensor gathered(const at::Tensor& mine, const Group& group) {
   const bool host =
       has_backend(group, at::kCPU) || !has_backend(group, at::kCUDA);
   const at::Tensor row = host ? mine : mine.to(at::kCUDA);
-  const at::Tensor rows = row.new_empty({group.size(), mine.numel()});
-  rows.select(0, group.rank()).copy_(row);
-  std::vector<Parcel> sends;
-  std::vector<Parcel> receives;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    if (peer == group.rank()) continue;
-    sends.push_back({peer, row});
-    receives.push_back({peer, rows.select(0, peer)});
-  }
-  start_exchange(group, std::move(sends), std::move(receives), "agree").wait();
-  return rows.cpu();
+  const std::vector<int64_t> ones(static_cast<std::size_t>(group.size()), 1);
+  return gather_tokens(row.unsqueeze(0), 0, ones, group, {.purpose = "agree"})
+      .cpu();
 }
 
 std::vector<int> ranks_that_differ(const at::Tensor& rows, int64_t column) {

@@ -62,28 +62,22 @@ at::Tensor exchange(const char* who, const at::Tensor& x, int64_t split,
                                  sym_ints(join_sizes), group);
   const auto split_firsts = firsts_of(split_sizes);
   const auto join_firsts = firsts_of(join_sizes);
-  std::vector<Piece> pieces;
-  const auto add = [&](int from, int to) {
-    const auto f = static_cast<std::size_t>(from);
-    const auto t = static_cast<std::size_t>(to);
-    pieces.push_back({from,
-                      to,
-                      {axes.split, split_firsts[t], split_sizes[t]},
-                      {axes.join, join_firsts[f], join_sizes[f]}});
-  };
-  const int me = group.rank();
-  for (int from = 0; from < group.size(); ++from) {
-    if (from != me) {
-      add(from, me);
-      continue;
-    }
-    for (int to = 0; to < group.size(); ++to) add(me, to);
+  std::vector<Trader> traders;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    traders.push_back({rank,
+                       {split_firsts[r], split_firsts[r + 1]},
+                       {join_firsts[r], join_firsts[r + 1]}});
   }
   auto sizes = x.sizes().vec();
   sizes[static_cast<std::size_t>(axes.split)] =
-      split_sizes[static_cast<std::size_t>(me)];
+      split_sizes[static_cast<std::size_t>(group.rank())];
   sizes[static_cast<std::size_t>(axes.join)] = join_firsts.back();
-  return carry(x, pieces, sizes, Meeting::never, group, who);
+  return carry(
+      {.x = x,
+       .pieces = trade_pieces(axes.split, axes.join, traders, group.rank()),
+       .target_sizes = std::move(sizes)},
+      group, {.purpose = who});
 }
 
 at::Tensor call(const char* who, const at::Tensor& x, int64_t token_axis,

@@ -2,19 +2,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "longspan/comm/group.h"
+#include "longspan/core/token_range.h"
 
 namespace longspan {
 
-/// A part of a tensor along one axis.
+/// A part of a tensor along one axis: a range, or listed places, none twice.
 struct Part {
   int64_t axis = 0;
   int64_t begin = 0;
   int64_t length = 0;
-  at::Tensor of(const at::Tensor& tensor) const;
+  at::Tensor places =
+      {};  ///< int32 or int64 on the tensor's device, or nothing
 };
 
 /// What goes from a part of one rank's tensor to a part of another's.
@@ -28,12 +31,66 @@ struct Piece {
 /// Where several pieces meet in one place they are added, or they never do.
 enum class Meeting { never, add };
 
-/// Every collective is this with another list of pieces. The list needs only
-/// those of this rank, ordered by `from`; between two ranks both sides list
-/// them in the same order. Places that no piece reaches are zero where pieces
-/// add, and undefined where they do not.
-at::Tensor carry(const at::Tensor& x, const std::vector<Piece>& pieces,
-                 const std::vector<int64_t>& target_sizes, Meeting meeting,
-                 const Group& group, const std::string& purpose);
+/// One tensor, where its pieces go, and the shape of what they make there.
+///
+/// The list needs only the pieces of this rank, ordered by `from`; between two
+/// ranks both sides list them in the same order. Of a piece that leaves, the
+/// target is for the other side to know, and of one that comes, the source.
+struct Cargo {
+  at::Tensor x;
+  std::vector<Piece> pieces;
+  std::vector<int64_t> target_sizes;
+  Meeting meeting = Meeting::never;
+};
+
+/// What an exchange is for.
+struct Errand {
+  std::string purpose;  ///< for messages: "selected attention forward, keys"
+  uint64_t common = 0;  ///< ranks that differ in it never meet, as over gloo
+};
+
+/// Every collective and every trade of a strategy is this with another list of
+/// pieces; all tensors travel in one exchange, with one message to each peer
+/// for those of a type. Places that no piece reaches are zero where pieces add,
+/// and undefined where they do not. Sums are taken in the order of the list, in
+/// float32 for half types.
+std::vector<at::Tensor> carry(const std::vector<Cargo>& cargo,
+                              const Group& group, const Errand& errand);
+
+at::Tensor carry(const Cargo& cargo, const Group& group, const Errand& errand);
+
+// ---- Lists of pieces, those of rank `me`.
+
+/// Every rank's whole, of the given sizes along an axis, to everyone, who put
+/// them in the order of the ranks.
+std::vector<Piece> gather_pieces(int64_t axis, at::IntArrayRef sizes, int me);
+
+/// A rank that takes part in a trade: what it gets of everyone's tensor, and
+/// where others put what they get of its own.
+struct Trader {
+  int rank = 0;
+  TokenRange gets;
+  TokenRange puts;
+};
+
+/// All to all: what is whole along `split` becomes whole along `join`. Traders
+/// are in the order of their ranks, and may be some of the group's only.
+std::vector<Piece> trade_pieces(int64_t split, int64_t join,
+                                const std::vector<Trader>& traders, int me);
+
+/// The adjoint's: every piece goes back to where it came from.
+std::vector<Piece> reversed(const std::vector<Piece>& pieces);
+
+// ---- Collectives below autograd, for operators and strategies.
+
+/// What all_gather_tokens does.
+at::Tensor gather_tokens(const at::Tensor& x, int64_t axis,
+                         at::IntArrayRef sizes, const Group& group,
+                         const Errand& errand);
+
+/// What reduce_scatter_tokens does, its adjoint.
+at::Tensor scatter_tokens(const at::Tensor& x, int64_t axis,
+                          at::IntArrayRef sizes, const Group& group,
+                          const Errand& errand);
 
 }  // namespace longspan

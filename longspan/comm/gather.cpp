@@ -2,7 +2,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "longspan/comm/backends.h"
 #include "longspan/comm/carry.h"
 #include "longspan/comm/collectives.h"
 #include "longspan/comm/linear.h"
@@ -67,78 +66,18 @@ at::Tensor scatter_meta(const at::Tensor& x, int64_t axis,
                           x.options());
 }
 
-/// From every rank's whole to its place in everyone's result.
-std::vector<Piece> gather_pieces(int64_t axis, at::IntArrayRef sizes, int me) {
-  const auto firsts = firsts_of(sizes);
-  std::vector<Piece> pieces;
-  const auto add = [&](int from, int to) {
-    const auto size = sizes[static_cast<std::size_t>(from)];
-    pieces.push_back({from,
-                      to,
-                      {axis, 0, size},
-                      {axis, firsts[static_cast<std::size_t>(from)], size}});
-  };
-  for (int from = 0; from < std::ssize(sizes); ++from) {
-    if (from != me) {
-      add(from, me);
-      continue;
-    }
-    for (int to = 0; to < std::ssize(sizes); ++to) add(me, to);
-  }
-  return pieces;
-}
-
-/// One call of the backend's own collective, where the layout allows it.
-bool gather_whole(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
-                  const Group& group, const at::Tensor& target) {
-  for (int64_t i = 0; i < axis; ++i) {
-    if (x.size(i) != 1) return false;
-  }
-  for (const int64_t size : sizes) {
-    if (size != sizes[0]) return false;
-  }
-  return gather_at_once(x.contiguous(), target, group, kGather);
-}
-
 at::Tensor gather(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
                   std::string_view name) {
   const Group group = Group::named(std::string(name));
   axis = check_gather(x, axis, sym_ints(sizes), group);
-  auto target_sizes = x.sizes().vec();
-  target_sizes[static_cast<std::size_t>(axis)] = firsts_of(sizes).back();
-  if (group.size() > 1) {
-    at::Tensor target = at::empty(target_sizes, x.options());
-    if (gather_whole(x, axis, sizes, group, target)) return target;
-  }
-  return carry(x, gather_pieces(axis, sizes, group.rank()), target_sizes,
-               Meeting::never, group, kGather);
+  return gather_tokens(x, axis, sizes, group, {.purpose = kGather});
 }
 
 at::Tensor scatter(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
                    std::string_view name) {
   const Group group = Group::named(std::string(name));
   axis = check_scatter(x, axis, sym_ints(sizes), group);
-  const int me = group.rank();
-  const auto firsts = firsts_of(sizes);
-  std::vector<Piece> pieces;
-  const auto add = [&](int from, int to) {
-    const auto size = sizes[static_cast<std::size_t>(to)];
-    pieces.push_back({from,
-                      to,
-                      {axis, firsts[static_cast<std::size_t>(to)], size},
-                      {axis, 0, size}});
-  };
-  for (int from = 0; from < group.size(); ++from) {
-    if (from != me) {
-      add(from, me);
-      continue;
-    }
-    for (int to = 0; to < group.size(); ++to) add(me, to);
-  }
-  auto target_sizes = x.sizes().vec();
-  target_sizes[static_cast<std::size_t>(axis)] =
-      sizes[static_cast<std::size_t>(me)];
-  return carry(x, pieces, target_sizes, Meeting::add, group, kScatter);
+  return scatter_tokens(x, axis, sizes, group, {.purpose = kScatter});
 }
 
 at::Tensor gather_autograd(const at::Tensor& x, int64_t axis,

@@ -151,8 +151,10 @@ at::Tensor send_here(const at::Tensor& x, int64_t axis, const at::Tensor& sends,
   check(received == plan.received, kSend, ": `received` is ", received,
         "; the rows of `sends` give rank ", group.rank(), " ", plan.received,
         " tokens");
-  return carry(x, plan.pieces, with_tokens(x, axis, plan.received),
-               Meeting::never, group, kSend);
+  return carry({.x = x,
+                .pieces = plan.pieces,
+                .target_sizes = with_tokens(x, axis, plan.received)},
+               group, {.purpose = kSend});
 }
 
 at::Tensor return_here(const at::Tensor& x, int64_t axis,
@@ -165,15 +167,11 @@ at::Tensor return_here(const at::Tensor& x, int64_t axis,
                join("tokens that `sends` gives rank ", group.rank()));
   check(plan.held <= tokens, kReturn, ": `sends` names token ", plan.held - 1,
         " of rank ", group.rank(), ", which has ", tokens);
-  std::vector<Piece> back;
-  for (const Piece& piece : plan.pieces) {
-    back.push_back({piece.to, piece.from, piece.target, piece.source});
-  }
-  std::stable_sort(
-      back.begin(), back.end(),
-      [](const Piece& a, const Piece& b) { return a.from < b.from; });
-  return carry(x, back, with_tokens(x, axis, tokens), Meeting::add, group,
-               kReturn);
+  return carry({.x = x,
+                .pieces = reversed(plan.pieces),
+                .target_sizes = with_tokens(x, axis, tokens),
+                .meeting = Meeting::add},
+               group, {.purpose = kReturn});
 }
 
 at::Tensor send_autograd(const at::Tensor& x, int64_t axis,

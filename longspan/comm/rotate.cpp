@@ -76,7 +76,10 @@ at::Tensor rotate_here(const at::Tensor& x, int64_t hops, int64_t axis,
   if (source != here) pieces.push_back(piece(here, target));
   auto target_sizes = x.sizes().vec();
   target_sizes[static_cast<std::size_t>(axis)] = sizes[source];
-  return carry(x, pieces, target_sizes, Meeting::never, group, kRotate);
+  return carry({.x = x,
+                .pieces = std::move(pieces),
+                .target_sizes = std::move(target_sizes)},
+               group, {.purpose = kRotate});
 }
 
 at::Tensor rotate_autograd(const at::Tensor& x, int64_t hops, int64_t axis,
@@ -141,7 +144,9 @@ at::Tensor roll_here(const at::Tensor& x, int64_t axis, int64_t shift,
       add_rolled(from, axis, shift, sizes, firsts, group.rank(), pieces);
     }
   }
-  return carry(x, pieces, x.sizes().vec(), Meeting::never, group, kRoll);
+  return carry(
+      {.x = x, .pieces = std::move(pieces), .target_sizes = x.sizes().vec()},
+      group, {.purpose = kRoll});
 }
 
 at::Tensor roll_autograd(const at::Tensor& x, int64_t axis, int64_t shift,
