@@ -13,13 +13,13 @@ namespace longspan {
 /// owns the queries. Work is counted in visible pairs, over all masks (one for
 /// each row of a batch).
 ///
-/// Always true: the pieces follow one another from token 0 to the last, may be
-/// empty, and the first r of them hold no less than r / ranks of the work, but
-/// less without their last query. Where nothing is visible the last piece
-/// holds everything.
+/// Always true: the pieces follow one another from token 0 to the last and may
+/// be empty; the first r pieces hold at least r / ranks of the work, and would
+/// hold less without their last query. Where nothing is visible, the last piece
+/// holds all queries.
 std::vector<TokenRange> even_pieces(const std::vector<Mask>& masks, int ranks);
 
-/// The same for any work: sums[t] is that of queries 0 to t, never falling.
+/// Even pieces for any work; sums[t], never falling, is that of queries 0 to t.
 std::vector<TokenRange> even_pieces(std::span<const int64_t> sums, int ranks);
 
 }  // namespace longspan

@@ -363,7 +363,7 @@ std::vector<TokenRange> Mask::visible_in(TokenRange keys) const {
   return visible;
 }
 
-/// The same for keys that stand for ratio_ tokens: a query at position p sees
+/// Visible pairs where keys stand for ratio_ tokens: a query at position p sees
 /// the first floor(min(p + 1, length) / ratio_) keys of its document.
 int64_t Mask::complete_pairs(int64_t document, TokenRange queries,
                              TokenRange keys) const {

@@ -31,19 +31,19 @@ enum class Coverage { none, some, all };
 
 /// Which keys a query may see.
 ///
-/// allows(q, k) defines the mask; everything else says the same in units of
-/// documents and ranges, never token by token. A query sees a key when
-///   - both are in the same document of the packing,
-///   - the key is no pad (a pad of the packing, or hidden by the caller),
-///   - the query is no pad either, unless PadQueries::see_document,
+/// allows(q, k) defines the mask; all other members answer for whole documents
+/// and ranges, never token by token. A query sees a key when
+///   - both are in the same document of the packing (a document mask),
+///   - the key is not a pad, of the packing or hidden by the caller,
+///   - the query is not a pad either, unless PadQueries::see_document,
 ///   - and the key lies in the query's band, or both lie in one bidirectional
 ///     group.
 /// A stream of one document is Packing::single(tokens).
 ///
 /// Query and key indices are tokens of the packing. Only a compressed mask has
 /// other keys: key p of a document stands for its tokens [p*R, (p+1)*R), slots
-/// contribute floor(slot / R) keys in document order, and a query sees a key
-/// once its last token is not after the query (and no pad).
+/// contribute floor(slot / R) keys in document order, and a query sees key p
+/// from the last of these tokens on, if none of them is a pad.
 ///
 /// Copies share storage and are cheap.
 class Mask {
@@ -57,7 +57,7 @@ class Mask {
   /// All keys of the query's document.
   static Mask full(const Packing& packing);
 
-  /// The query and the window - 1 keys before it.
+  /// The query and the window - 1 keys before it (sliding window, SWA).
   static Mask sliding(const Packing& packing, int64_t window);
 
   /// Any band.
@@ -66,15 +66,15 @@ class Mask {
   /// Keys that stand for `ratio` tokens each, visible once complete.
   static Mask compressed(const Packing& packing, int64_t ratio);
 
-  /// The same mask in which these tokens are pads too (left padding, holes).
+  /// This mask with these tokens as further pads (left padding, holes).
   Mask with_hidden(const std::vector<TokenRange>& tokens) const;
 
-  /// The same mask in which tokens of one group see each other both ways.
+  /// This mask, but tokens of one group see each other both ways.
   /// Groups are not empty, do not overlap, and may come in any order.
   Mask with_groups(std::vector<TokenRange> groups) const;
 
-  /// The same mask in which the first prefix[d] tokens of document d see each
-  /// other both ways.
+  /// This mask, but the first prefix[d] tokens of document d see each other
+  /// both ways (prefix LM).
   Mask with_prefix(const std::vector<int64_t>& prefix) const;
 
   Mask with_pad_queries(PadQueries pad_queries) const;
@@ -131,7 +131,7 @@ class Mask {
   void for_each_stretch(TokenRange queries,
                         const std::function<void(const Stretch&)>& visit) const;
 
-  /// The tokens of a range that are no pads, as ascending ranges.
+  /// The tokens of a range that are not pads, as ascending ranges.
   std::vector<TokenRange> visible_in(TokenRange keys) const;
 
   std::string to_string() const;

@@ -13,11 +13,11 @@
 
 namespace longspan {
 
-/// The ways to cut a stream that have a closed form, and the free one.
+/// The ways to cut a stream: three with a closed form, and free ranges.
 enum class OwnershipKind {
   contiguous,              ///< one run for each rank
-  head_tail,               ///< chunks r and 2N-1-r of 2N, even causal work
-  per_document_head_tail,  ///< the same inside every document
+  head_tail,               ///< chunks r and 2N-1-r of 2N (zigzag): even work
+  per_document_head_tail,  ///< head_tail inside every document (zigzag THD)
   ranges,                  ///< any ranges, uneven shares, empty ranks
 };
 
@@ -44,15 +44,15 @@ class Ownership {
   /// Rank r holds one run of tokens / ranks tokens.
   static Ownership contiguous(int64_t tokens, int ranks);
 
-  /// Rank r holds one run near the head and the matching one near the tail,
-  /// which evens out causal work.
+  /// Rank r holds chunk r of 2N, near the head, and chunk 2N-1-r, near the
+  /// tail (zigzag), which evens out causal work.
   static Ownership head_tail(int64_t tokens, int ranks);
 
-  /// The same inside every slot of a packing (and inside its tail); a rank's
-  /// share keeps the documents in order.
+  /// Cuts every slot of a packing, and its tail, as head_tail cuts a stream
+  /// (zigzag varlen, THD); a rank's share keeps the documents in order.
   static Ownership per_document_head_tail(const Packing& packing, int ranks);
 
-  /// One run for each rank, sizes as given; zero is fine.
+  /// One run for each rank, of the given sizes, which may be 0.
   static Ownership of_sizes(const std::vector<int64_t>& sizes);
 
   /// Element r lists what rank r holds, in local order. Together they must
@@ -83,7 +83,7 @@ class Ownership {
   /// Ranges of a rank in local order; neighbours that touch are joined.
   std::vector<TokenRange> ranges_of(int rank) const;
 
-  /// The one of those ranges that holds a token, and its rank.
+  /// The range of ranges_of() that holds a token, and the rank it belongs to.
   struct Holding {
     int rank;
     TokenRange range;

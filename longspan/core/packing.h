@@ -11,7 +11,7 @@
 
 namespace longspan {
 
-/// Documents laid end to end in one stream of tokens.
+/// Documents laid end to end in one stream of tokens (cu_seqlens, THD, varlen).
 ///
 /// Document d occupies a slot of padded_length(d) tokens, of which the first
 /// length(d) are real and the rest are pads. Tokens after the last slot, if
@@ -19,8 +19,8 @@ namespace longspan {
 ///
 /// Always true: 0 <= length(d) <= padded_length(d); slots follow one another
 /// without gaps from token 0; token_of(locate(t)) == t for every token in a
-/// slot. Whether a token is a pad is known from here alone, never from its
-/// value. Copies share storage and are cheap.
+/// slot. Whether a token is a pad follows from the packing alone, never from
+/// its value. Copies share storage and are cheap.
 class Packing {
  public:
   /// Where a token lies. `document` is kTail for tokens after the last slot,
@@ -42,7 +42,7 @@ class Packing {
   static Packing of(std::vector<int64_t> lengths,
                     std::vector<int64_t> padded_lengths);
 
-  /// The same in a stream of `tokens` >= the sum of the slots.
+  /// Documents in slots, then a tail up to `tokens` >= the sum of the slots.
   static Packing of(std::vector<int64_t> lengths,
                     std::vector<int64_t> padded_lengths, int64_t tokens);
 

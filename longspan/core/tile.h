@@ -25,13 +25,13 @@ std::vector<Tile> tiles(const Mask& mask,
                         const std::vector<TokenRange>& queries,
                         const std::vector<TokenRange>& keys);
 
-/// What `rank` computes when it holds the keys of `owner`.
+/// The tiles that `rank` computes while it holds the keys of `owner`.
 std::vector<Tile> tiles(const Mask& mask, const Ownership& ownership, int rank,
                         int owner);
 
-/// All of that for one rank and every owner, ordered by owner and then as
-/// above. Cost: the owned ranges within reach of each query range, so asking
-/// it of every rank costs far less than ranks x ranks calls of tiles().
+/// The tiles of one rank for every owner, ordered by owner and then as above.
+/// Cost: the owned ranges within reach of each query range, so asking for all
+/// ranks costs far less than ranks x ranks calls of tiles().
 struct OwnedTile {
   int owner = 0;
   Tile tile;

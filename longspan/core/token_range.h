@@ -34,10 +34,10 @@ inline std::ostream& operator<<(std::ostream& out, TokenRange range) {
 /// Sum of the sizes.
 int64_t count_tokens(const std::vector<TokenRange>& ranges);
 
-/// The same tokens as ascending ranges that neither overlap nor touch.
+/// These tokens as ascending ranges that neither overlap nor touch.
 std::vector<TokenRange> normalized(std::vector<TokenRange> ranges);
 
-/// Appends a range, extending the last one where it continues it.
+/// Appends a range; one that continues the last range extends it instead.
 void append_range(std::vector<TokenRange>& ranges, TokenRange range);
 
 }  // namespace longspan

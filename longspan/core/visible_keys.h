@@ -7,8 +7,8 @@
 
 namespace longspan {
 
-/// The keys that are no pads, as ascending pieces that each lie in one
-/// document, with running sums: how a Mask counts pairs without visiting
+/// The keys that are not pads, as ascending pieces that each lie in one
+/// document, with running sums, so that a Mask counts pairs without visiting
 /// tokens.
 ///
 /// Always true: pieces are not empty and do not overlap; the lists beside them

@@ -28,8 +28,8 @@ inline constexpr int64_t kMostDrawnTokens = int64_t{1} << 31;
 inline constexpr int kMostDrawnRanks = 1 << 20;
 
 /// Throws unless the stream and the ranks are small enough to draw. The
-/// functions below check it; ask first where the input is a stranger's, since
-/// counting pairs of a larger stream overflows in Mask already.
+/// functions below call it. Where the input is not yours, call it first: in a
+/// larger stream, counting the pairs of a Mask already overflows.
 void check_drawable(const Packing& packing, int ranks);
 
 /// Strips: who owns which token, where documents and pads are.
@@ -37,7 +37,7 @@ Picture draw_ownership(const Ownership& ownership, const Packing& packing,
                        const DrawOptions& options = {});
 
 /// Query x key: who computes what at which ring step. A compressed mask has no
-/// ring steps, since its keys are no tokens.
+/// ring steps, since its keys are not tokens.
 Picture draw_mask(const Mask& mask, const Ownership& ownership,
                   const DrawOptions& options = {});
 
@@ -49,7 +49,7 @@ Picture draw_steps(const Mask& mask, const Ownership& ownership,
 Picture draw_work(const Mask& mask, const Ownership& ownership,
                   const DrawOptions& options = {});
 
-/// All of it, stacked.
+/// All these panels, stacked.
 Picture draw(const Mask& mask, const Ownership& ownership,
              const DrawOptions& options = {});
 
@@ -64,7 +64,7 @@ Picture draw_comparison(const Mask& mask, const Ownership& left,
 Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
                   const AttentionShape& shape, const DrawOptions& options = {});
 
-/// The same for one rank.
+/// The plan of one rank, drawn as draw_plan draws all.
 Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
                      int rank, const AttentionShape& shape,
                      const DrawOptions& options = {});

@@ -38,7 +38,7 @@ struct Strip {
   std::vector<StripCell> cells;
 };
 
-/// A document's slot; the first `length` tokens of it are real.
+/// A document's slot, whose first `length` tokens are real.
 struct DocumentMark {
   int64_t document = 0;
   TokenRange slot;

@@ -18,7 +18,7 @@ enum class Words { all, unnamed, sent, counts };
 constexpr std::array kWords{Words::all, Words::unnamed, Words::sent,
                             Words::counts};
 
-/// "keys 16 → 1, 16 ← 3", or less of it; "" when nothing moves.
+/// "keys 16 → 1, 16 ← 3", or one of the two; "" when nothing moves.
 std::string flow_text(const char* name, const PlanFlow& out, const PlanFlow& in,
                       Words words) {
   if (out.tokens == 0 && (in.tokens == 0 || words >= Words::sent)) return "";

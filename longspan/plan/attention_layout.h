@@ -32,8 +32,8 @@ struct AttentionLayout {
   std::vector<TokenRange> needed_by(
       const std::vector<TokenRange>& queries) const;
 
-  /// The same as a list of numbers, which is how it travels into operators,
-  /// and back. decode() refuses anything that encode() did not write.
+  /// This layout as a list of numbers, as operators take it, and back.
+  /// decode() refuses anything that encode() did not write.
   std::vector<int64_t> encode() const;
   static AttentionLayout decode(std::span<const int64_t> code);
 };

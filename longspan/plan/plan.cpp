@@ -229,7 +229,7 @@ Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
   for (PlanStep& step : plan.steps_) {
     for (int64_t row = 0; row < rows; ++row) {
       if (row > 0 && layout.masks.size() == 1) {
-        // The same lines once more.
+        // Repeats the lines of the first row.
         const auto each = std::ssize(step.lines) / row;
         for (int64_t i = 0; i < each; ++i) {
           step.lines.push_back(step.lines[static_cast<std::size_t>(i)]);

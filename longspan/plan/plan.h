@@ -52,19 +52,19 @@ struct SentBytes {
 /// transfers and bytes, known before anything moves.
 ///
 /// Always true: every visible pair of the rank's queries lies in exactly one
-/// step; a send of one rank is an arrival of its peer in the same step, with
-/// the same tokens, and a return is a homecoming; keys that nobody further on
-/// needs are not sent.
+/// step; every send of a rank is an arrival of its peer in the same step, with
+/// the same tokens, and every return to an owner is a homecoming there; keys
+/// that no rank further on needs are not sent.
 class Plan {
  public:
-  /// `rows` are the rows of the batch; the masks are one, or one for each.
+  /// `rows` are the rows of the batch; there is one mask, or one for each row.
   static Plan of(const AttentionLayout& layout, const Strategy& strategy,
                  int rank, int64_t rows = 1);
 
   const Strategy& strategy() const { return strategy_; }
 
-  /// The same on all ranks of one plan, and another for another layout,
-  /// strategy or number of rows: how ranks that disagree notice.
+  /// Equal on all ranks of one plan, and different for another layout, strategy
+  /// or number of rows, so that ranks that disagree notice it.
   uint64_t fingerprint() const { return fingerprint_; }
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
