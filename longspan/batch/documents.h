@@ -26,9 +26,9 @@ struct RowDocument {
 ///   attention_mask [B, S] (non-zero = real, runs of equal numbers are
 ///     documents) or [B, 1, S, S] (bool or additive, causal),
 ///   padding_mask [B, S] (true = pad);
-/// otherwise every row is one document. Where neither lengths nor numbers say
-/// which documents a row holds, every 0 in position_ids [B, S] or [1, S] begins
-/// one, as packing collators count.
+/// otherwise every row is one document. Where neither lengths nor numbers in a
+/// mask tell the documents of a row, every 0 in position_ids [B, S] or [1, S]
+/// begins one, as packing (padding-free) collators count.
 ///
 /// CUDA tensors: one copy to the host of the lengths or the mask, and one of
 /// the positions where they are read.

@@ -8,10 +8,10 @@
 
 namespace longspan {
 
-/// Integers of a tensor of any shape, row by row, on the host.
+/// The integers of a tensor of any shape, row by row, on the host.
 std::vector<int64_t> host_list(const at::Tensor& tensor);
 
-/// Two of them with one copy from their device.
+/// The integers of two tensors, with one copy from their device.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> host_lists(
     const at::Tensor& a, const at::Tensor& b);
 

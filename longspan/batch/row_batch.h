@@ -27,15 +27,15 @@ struct ReadOptions {
   TokenTable table = TokenTable::standard();
   /// Fills the unused entries of seq_lens and seq_lens_padded.
   int64_t sentinel = -1000;
-  /// Tensors that look like one entry for each token but are none.
+  /// Tensors that look like per-token tensors but are not.
   std::vector<std::string> pass_through = {};
 };
 
 /// Understands a batch as a collator gives it. Exactly one of `input_ids`
 /// [B, S] and `inputs_embeds` [B, S, D] is there; documents are those of
-/// find_documents(). The lengths and masks are used up; all other per-token
-/// tensors are kept. Tensors that the table does not know but that are
-/// [B, S, ...] are refused rather than left behind at full length.
+/// find_documents(). Lengths and masks are read and dropped; all other
+/// per-token tensors are kept. A tensor [B, S, ...] that the table does not
+/// know is refused rather than left at full length.
 RowBatch read_rows(const NamedTensors& batch, const ReadOptions& options = {});
 
 /// The rows in `count` equal chunks, in order.

@@ -52,7 +52,7 @@ class TokenTable {
   /// _packed_seq_ids | 1 | 0 | per_layer_inputs | 1 | 0 |
   static TokenTable standard();
 
-  /// The same table with one row added, or replaced where the key is known.
+  /// This table with one row added, or replaced where the key is known.
   TokenTable with(TokenTensor row) const;
 
   const TokenTensor* find(std::string_view key) const;
