@@ -47,12 +47,12 @@ at::Tensor all_to_all_tokens(const at::Tensor& x, int64_t token_axis,
                              int64_t head_axis, at::IntArrayRef token_sizes,
                              at::IntArrayRef head_sizes, const Group& group);
 
-/// What rank r has goes to rank r + hops (around the end; hops may be
-/// negative).
+/// The tensor of rank r goes to rank r + hops (around the end; hops may be
+/// negative): a ring send and receive.
 at::Tensor rotate(const at::Tensor& x, int64_t hops, int64_t axis,
                   at::IntArrayRef sizes, const Group& group);
 
-/// The same for tensors of one shape on all ranks.
+/// rotate() for tensors that have one shape on all ranks.
 at::Tensor rotate(const at::Tensor& x, int64_t hops, const Group& group);
 
 /// Rolls the stream that the ranks hold as one run each: token t goes to token
@@ -60,19 +60,19 @@ at::Tensor rotate(const at::Tensor& x, int64_t hops, const Group& group);
 at::Tensor roll(const at::Tensor& x, int64_t axis, int64_t shift,
                 at::IntArrayRef sizes, const Group& group);
 
-/// Sends ranges of tokens to those who need them.
+/// Sends ranges of tokens to the ranks that need them (an all-to-all-v).
 ///
 /// sends: int64 [n, 4] on the CPU, equal on all ranks; a row (from, to, begin,
 /// length) sends the local tokens [begin, begin + length) of rank `from` to
-/// rank `to`, who may be the same, and a token may go to several ranks. The
+/// rank `to`, which may be `from`, and a token may go to several ranks. The
 /// result has the pieces for this rank, ordered by `from` and then by row.
 /// As an operator it also takes the number of tokens of the result:
 /// exchange_needed(x, axis, sends, received, group).
 at::Tensor exchange_needed(const at::Tensor& x, int64_t axis,
                            const at::Tensor& sends, const Group& group);
 
-/// The adjoint: adds every piece to the local tokens it came from, of which
-/// there are `tokens` here.
+/// The adjoint of exchange_needed: adds every piece to the local tokens that it
+/// came from. This rank has `tokens` of them.
 at::Tensor return_needed(const at::Tensor& x, int64_t axis,
                          const at::Tensor& sends, int64_t tokens,
                          const Group& group);

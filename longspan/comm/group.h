@@ -15,14 +15,14 @@ namespace longspan {
 
 struct GroupRecord;
 
-/// The ranks that hold one sequence together.
+/// The ranks that hold one sequence together: a context-parallel (CP) group.
 ///
 /// A group of one is an ordinary group: every collective returns its argument.
 /// Copies are cheap and share the traffic counter.
 ///
-/// A group does not keep its process group alive: torch.distributed ends those
-/// when it is told to, not when the last model that knows one is forgotten.
-/// Once it is gone, communication throws and everything else still answers.
+/// A group does not keep its process group alive: torch.distributed ends one
+/// when told to, not when the last model that uses it is deleted. Once it is
+/// gone, communication throws and everything else still answers.
 class Group {
  public:
   Group(const Group&);
@@ -34,16 +34,16 @@ class Group {
   /// One rank, no communication.
   static Group solo();
 
-  /// Any c10d group, whatever its backend. One that c10d does not know by name
-  /// gets a name here.
+  /// Any c10d group, whatever its backend. A group that c10d has not registered
+  /// under a name gets one here.
   static Group of(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
-  /// The same for a process group that nobody else keeps: this value and its
-  /// copies do.
+  /// A group that keeps its process group alive, as do its copies: for one that
+  /// nobody else holds.
   static Group owning(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
-  /// The group that c10d registered under this name; "" is solo. This is how
-  /// groups travel into operators.
+  /// The group that c10d registered under this name; "" is solo. Operators get
+  /// their group by its name.
   static Group named(const std::string& name);
 
   /// From torchrun's or Slurm's variables (see launch.h), over gloo; solo where
@@ -67,7 +67,7 @@ class Group {
   /// "rank 1 of 4 (gloo)", or "(destroyed)".
   std::string to_string() const;
 
-  /// To be kept as long as it is in use and no longer; null for solo. Throws
+  /// The process group; null for solo. Hold it only while it is in use. Throws
   /// when it is gone.
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 

@@ -25,7 +25,7 @@ using Environment =
 /// host of SLURM_NODELIST, the port MASTER_PORT or one made from SLURM_JOB_ID)
 /// says. Nothing when neither launched this process; an error that names the
 /// missing variables when only half of them are there. An allocation without a
-/// task (SLURM_NTASKS alone) is no launch.
+/// task (SLURM_NTASKS without SLURM_PROCID) counts as not launched.
 std::optional<Launch> launch_from(const Environment& variable);
 
 /// "node03" of "node[03-07,9],login1".

@@ -7,7 +7,7 @@
 namespace longspan {
 
 /// The mean loss over the tokens of all ranks: the sum of all sums over the sum
-/// of all counts, the same bits on every rank; 0 where nobody counts a token.
+/// of all counts, the same bits on every rank; 0 where no rank counts a token.
 ///
 /// sum: this rank's summed loss, one floating number; count: how many tokens it
 /// counted, one number of any type.

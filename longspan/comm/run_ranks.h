@@ -18,10 +18,10 @@ struct RunOptions {
 ///
 /// Groups are registered while `body` runs, so that operators find them by
 /// name. When a rank throws, its connections close, the others end, and the
-/// first error that is no mere consequence of another is thrown on.
+/// first error that is not the consequence of another one is rethrown.
 ///
 /// Each rank has torch's usual number of threads; where many ranks share few
-/// cores, at::set_num_threads(1) inside `body` is kind. Backward passes of CUDA
+/// cores, call at::set_num_threads(1) inside `body`. Backward passes of CUDA
 /// tensors share one thread per device, so ranks that wait for each other there
 /// must be processes.
 void run_ranks(int ranks, const std::function<void(const Group&)>& body,
