@@ -15,7 +15,7 @@ namespace longspan {
 /// member's heads. Memory: the share itself, one block of keys that arrives
 /// and one that leaves.
 ///
-/// `running` starts over nothing and holds the answer at the end.
+/// `running` starts empty and holds the answer at the end.
 void run_forward(const Plan& plan, const Group& group,
                  const AttentionInputs& inputs, Accumulator& running);
 

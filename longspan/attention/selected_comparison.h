@@ -10,17 +10,17 @@
 namespace longspan {
 
 /// How far two selections of keys for the same queries differ. In a whole model
-/// the inputs of indexers differ by rounding, and then so do the keys around
-/// the last slot, whose scores are all but equal.
+/// the inputs of indexers differ by rounding, and then so may the keys around
+/// the last slot, whose scores are nearly equal.
 struct SelectionComparison {
   int64_t slots = 0;      ///< of all queries
   int64_t differing = 0;  ///< slots whose key is not in the other selection
   int64_t queries = 0;    ///< that have such slots
   at::Tensor per_query;   ///< int64 [Tq]: slots that differ
   /// The farthest that the score of such a key lies from the least score of the
-  /// first selection, relative to the size of the scores: the same sum with
-  /// every factor's absolute value, at its greatest in the query. Rounding
-  /// makes it a few epsilons; inf where a query of the first has no keys.
+  /// first selection, relative to the size of the scores: the sum over heads
+  /// with the absolute value of every factor, at its greatest in the query.
+  /// Rounding gives a few epsilons; inf where a query of the first has no keys.
   double worst_gap = 0;
   int64_t worst_query = -1;
 

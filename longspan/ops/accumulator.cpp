@@ -35,7 +35,7 @@ PartialAttention box(const PartialAttention& whole, int64_t row, int64_t rows,
   return {cut(whole.out), cut(whole.lse)};
 }
 
-/// The same parts, told from the token `first` on.
+/// The parts with places counted from the token `first` on.
 std::vector<PlacedPart> placed_from(int64_t first,
                                     std::vector<PlacedPart> parts) {
   for (PlacedPart& placed : parts) placed.token -= first;

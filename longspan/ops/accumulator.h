@@ -13,26 +13,26 @@ namespace longspan {
 
 enum class MemoryOrder { tokens_first, heads_first };
 
-/// What parts come to: attention over different keys, merged by its logs, or
-/// gradients, added up. [rows, tokens, heads, channels].
+/// The running total of parts: attention over different keys, merged by its
+/// log-sum-exp, or gradients, added up. [rows, tokens, heads, channels].
 ///
-/// On CUDA memory is what this costs, so the fewest passes are made: nothing is
-/// filled with zeros first, some parts wait and are folded together, the last
-/// ones straight into the result, and a single part that says everything is the
+/// On CUDA the cost is memory traffic, so passes are few: nothing is filled
+/// with zeros first, some parts wait and are folded together, the last ones
+/// straight into the result, and a single part that covers everything is the
 /// result. Sums have the accumulation type and are made when they are needed.
-/// The order of additions is that of the calls: the same bits in every run.
+/// Parts are added in the order of the calls: the same bits in every run.
 class Accumulator {
  public:
   enum class Kind { attention, sum };
 
-  /// Over nothing. `options` tell the accumulation type and the device.
+  /// Empty. `options` tell the accumulation type and the device.
   Accumulator(Kind kind, at::IntArrayRef sizes,
               const at::TensorOptions& options,
               MemoryOrder order = MemoryOrder::tokens_first);
 
-  /// A sum of nothing that will be kept in `memory`, whatever that holds now.
-  /// Nobody will look at tokens outside of `wanted`, so they may stay as they
-  /// are.
+  /// An empty sum that will be kept in `memory`, whatever that holds now.
+  /// Tokens outside of `wanted` will not be read, so their memory may stay as
+  /// it is.
   static Accumulator sum_in(at::Tensor memory, TokenRange wanted);
 
   /// Takes a part in any floating type: about the tokens from `token` on, of
@@ -40,8 +40,8 @@ class Accumulator {
   /// no lse.
   void add(PartialAttention part, int64_t row = 0, int64_t token = 0);
 
-  /// Everything so far, for those who fold in place: the accumulation type,
-  /// 0 and -inf where nothing is known. `lse` is undefined for a sum.
+  /// The total so far, for callers that fold in place: the accumulation type,
+  /// 0 and -inf where no part has come. `lse` is undefined for a sum.
   PartialAttention& sums();
 
   /// The result, its output in this type; nothing may be added after it. Memory

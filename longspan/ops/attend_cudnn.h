@@ -13,17 +13,17 @@ namespace longspan {
 /// mask, or nothing. On Hopper it is about twice as fast as flash.
 std::optional<std::string> why_not_cudnn(const AttentionInputs& inputs);
 
-/// Why it does not take these pairs, or nothing. It knows rectangles and causal
-/// squares, and builds a plan for each shape, for 60 ms and more, in each
-/// thread: only long segments whose lengths are round are worth it, since those
-/// come again.
+/// Why cuDNN does not take these pairs, or nothing. It knows rectangles and
+/// causal squares, and builds a plan for each shape in each thread, which takes
+/// 60 ms and more: only long segments with round lengths are worth it, since
+/// they come again.
 std::optional<std::string> why_not_cudnn(const FusedSegment& segment);
 
 /// Whether two tensors of a shape have the same strides where it matters. Where
 /// q, out and dout do, the derivative copies none of them.
 bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 
-/// Runs the kernel, if why_not_cudnn() had nothing to say.
+/// Runs the kernel. Only where why_not_cudnn() returns nothing.
 void attend_tiles_cudnn(const AttentionInputs& inputs,
                         std::span<const FusedSegment> segments,
                         Accumulator& running);

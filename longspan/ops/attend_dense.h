@@ -24,7 +24,7 @@ struct DenseAnswer {
 /// divide H. -inf in an additive mask hides a key, and so does the lowest
 /// finite number of its type or of bfloat16: a query whose keys are all hidden
 /// has out 0, lse -inf and passes no gradient. Differentiable in q, k, v, the
-/// sink and an additive mask, as often as one likes.
+/// sink and an additive mask, any number of times.
 ///
 /// torch.ops.longspan.attend_dense(q, k, v, mask, sink, scale) -> (out, lse)
 DenseAnswer attend_dense(const at::Tensor& q, const at::Tensor& k,

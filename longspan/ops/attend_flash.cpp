@@ -64,8 +64,8 @@ std::vector<TokenRange> runs(const Batch& batch,
   return ranges;
 }
 
-/// The same cut out of a tensor, [tokens, heads, channels]; a view where all of
-/// them follow one another.
+/// The tokens of a batch cut out of a tensor, [tokens, heads, channels]; a view
+/// where they follow one another.
 at::Tensor joined(const at::Tensor& tensor, const Batch& batch,
                   TokenRange FusedSegment::* side) {
   return join_ranges(tensor.select(0, batch.segments[0].row),

@@ -16,7 +16,7 @@ namespace longspan {
 /// channels, and in float32 its errors are larger than our promise.
 std::optional<std::string> why_not_flash(const AttentionInputs& inputs);
 
-/// Runs the kernel, if why_not_flash() had nothing to say.
+/// Runs the kernel. Only where why_not_flash() returns nothing.
 void attend_tiles_flash(const AttentionInputs& inputs,
                         std::span<const FusedSegment> segments,
                         Accumulator& running);

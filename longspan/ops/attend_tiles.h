@@ -51,8 +51,8 @@ void attend_tiles_backward(const AttentionInputs& inputs,
 std::string which_kernel(const AttentionInputs& inputs,
                          std::span<const KeyLines> lines);
 
-/// The same from torch operators, block by block, on any device: what runs
-/// where no kernel of ours or torch's covers the case.
+/// attend_tiles from torch operators, block by block, on any device: for cases
+/// that no kernel of ours or torch's covers.
 void attend_tiles_blocked(const AttentionInputs& inputs,
                           std::span<const KeyLines> lines,
                           Accumulator& running);

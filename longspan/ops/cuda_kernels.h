@@ -16,11 +16,11 @@ struct CudaKernel {
   Run run;
 };
 
-/// Torch's operators can add to keys in one order, our kernels cannot: why
-/// those do not run while torch is told to be deterministic, or nothing.
+/// Why our kernels do not run while torch is told to be deterministic (they add
+/// to keys in any order, torch's operators can keep one), or nothing.
 std::optional<std::string> why_not_unordered();
 
-/// The first of a list that takes the arguments, nullptr for none.
+/// The first kernel of a list that takes the arguments; nullptr for none.
 template <class Kernel, size_t count, class Args>
 const Kernel* first_able(const Kernel (&kernels)[count], const Args& args) {
   for (const Kernel& kernel : kernels) {
@@ -29,8 +29,8 @@ const Kernel* first_able(const Kernel (&kernels)[count], const Args& args) {
   return nullptr;
 }
 
-/// The name of that one, "torch" for none, and why none before it: "ampere, not
-/// hopper: elements are not bfloat16".
+/// The name of the first kernel that takes the arguments, "torch" for none, and
+/// why none before it does: "ampere, not hopper: elements are not bfloat16".
 template <class Kernel, size_t count, class Args>
 std::string describe_first_able(const Kernel (&kernels)[count],
                                 const Args& args) {

@@ -12,7 +12,7 @@ namespace longspan {
 
 namespace {
 
-/// The same, or nothing of an undefined tensor.
+/// array_of a tensor, or an empty array for an undefined one.
 template <class Pointer>
 TokenArray<Pointer> array_if(const at::Tensor& tensor) {
   return tensor.defined() ? array_of<Pointer>(tensor) : TokenArray<Pointer>{};

@@ -16,9 +16,9 @@ struct PlacedPart {
 };
 
 /// Writes `before` (unless null) and the parts, folded together, to `into`,
-/// which may be `before`: in one pass of a kernel on CUDA, or false where that
-/// cannot run. Parts have one type, and are kMostFolded at most. Tokens that
-/// nothing is said about become 0 and -inf.
+/// which may be `before`: in one pass of a kernel on CUDA. Returns false where
+/// the kernel cannot run. Parts have one type, and are at most kMostFolded.
+/// Tokens that no part covers become 0 and -inf.
 inline constexpr std::size_t kMostFolded = FoldPartsArgs::kMostParts;
 bool fold_on_device(const PartialAttention* before,
                     std::span<const PlacedPart> parts,

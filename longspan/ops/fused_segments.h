@@ -23,10 +23,10 @@ struct FusedSegment {
   bool is_causal() const { return left < 0 && right == 0; }
 };
 
-/// The same pairs as the line, in at most three segments.
+/// The pairs of a line, in at most three segments.
 std::vector<FusedSegment> fused_segments(const KeyLines& line);
 
-/// The same pairs as the lines, ascending by row and first query. Neighbours
+/// The pairs of all lines, ascending by row and first query. Neighbours
 /// are joined where one segment can hold them: the head and the tail of a rank
 /// against its own keys are one causal square, and against those of another
 /// rank one rectangle.

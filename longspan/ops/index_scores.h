@@ -9,8 +9,8 @@ namespace longspan {
 ///
 /// Inputs as for select_keys; with windows, keys outside [start[t], end[t]) get
 /// -inf. In the accumulation type; differentiable in q, k and weights. Beside
-/// the answer there is a bounded scratch, however many heads there are. Whoever
-/// only wants the greatest scores asks select_keys, which needs no such answer.
+/// the answer it takes bounded scratch, however many heads there are. For the
+/// greatest scores alone call select_keys, which never stores all scores.
 ///
 /// torch.ops.longspan.index_scores(q, k, weights, start, end)
 at::Tensor index_scores(const at::Tensor& q, const at::Tensor& k,

@@ -55,7 +55,7 @@ class CheckedRuns {
 
   std::span<const Run> view() const { return view_; }
 
-  /// The same as int64 [n, 3].
+  /// The runs as int64 [n, 3].
   at::Tensor table() const {
     return view_.data() == sorted_.runs().data() ? runs_tensor(sorted_)
                                                  : table_;

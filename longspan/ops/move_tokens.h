@@ -17,7 +17,7 @@ namespace longspan {
 at::Tensor move_tokens(const at::Tensor& source, int64_t axis,
                        const Moves& moves, const at::Scalar& fill = 0);
 
-/// The same move for several tensors, prepared once.
+/// One move for several tensors, prepared once.
 class TokenMover {
  public:
   explicit TokenMover(Moves moves);
@@ -30,8 +30,8 @@ class TokenMover {
   at::Tensor runs_;
 };
 
-/// The same answer by index vectors, as devices other than the CPU make it;
-/// here so that it can be tested without one. No derivative.
+/// move_tokens by index vectors, as devices other than the CPU do it; declared
+/// here so that it can be tested without such a device. No derivative.
 at::Tensor move_tokens_by_index(const at::Tensor& source, int64_t axis,
                                 const Moves& moves, const at::Scalar& fill = 0);
 

@@ -20,17 +20,17 @@ struct PartialAttention {
   static PartialAttention nothing(at::IntArrayRef sizes, int64_t channels,
                                   const at::TensorOptions& options);
 
-  /// Attention over the keys of both, in any order and however often nothing
-  /// is among them. The keys must not overlap.
+  /// Attention over the keys of both (log-sum-exp merge), in any order; either
+  /// may have seen no key. The keys must not overlap.
   static PartialAttention merge(const PartialAttention& a,
                                 const PartialAttention& b);
 
-  /// The same into this one, in place.
+  /// Merges `other` into this one, in place.
   void add(const PartialAttention& other);
 
-  /// The output when each head also gives weight to a logit without a value:
-  /// out * exp(lse) / (exp(lse) + exp(sink)). `sink` is [heads], the last axis
-  /// of lse.
+  /// The output when each head also gives weight to a logit without a value
+  /// (attention sink): out * exp(lse) / (exp(lse) + exp(sink)). `sink` is
+  /// [heads], the last axis of lse.
   at::Tensor with_sink(const at::Tensor& sink) const;
 };
 
