@@ -7,7 +7,7 @@
 
 namespace longspan {
 
-/// Every query attends to keys of its own list.
+/// Every query attends to keys of its own list (sparse attention).
 ///
 /// A key is a row of `kv` with all its channels, its value the first
 /// `value_dim` of them. Query head h belongs to key head
@@ -35,8 +35,8 @@ struct SelectedForwardArgs : SelectedAttentionArgs {
   TokenArray<void*> lse;
 };
 
-/// The derivatives. `lse` here is that of the keys and the sink; where it is
-/// infinite nothing moves. `delta` is the sum over channels of out * dout.
+/// The derivatives. `lse` here is that of the keys and the sink; a query where
+/// it is infinite passes none. `delta` is the sum over channels of out * dout.
 struct SelectedBackwardArgs : SelectedAttentionArgs {
   TokenArray<const void*> dout;   // like out, of `type`
   TokenArray<const void*> lse;    // [rows, queries, heads], accumulation type

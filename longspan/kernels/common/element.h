@@ -8,7 +8,7 @@ namespace longspan {
 /// double for float64: the accumulation type.
 enum class ElementType { float32, bfloat16, float16, float64 };
 
-/// An array [row, token, head, channel] that somebody else owns. Strides count
+/// An array [row, token, head, channel] in memory of the caller. Strides count
 /// elements; channels are contiguous.
 template <class Pointer>
 struct TokenArray {

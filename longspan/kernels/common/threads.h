@@ -7,8 +7,8 @@
 
 namespace longspan {
 
-/// `threads` new ones for each call, each with one run of items: for programs
-/// without a pool of their own.
+/// Starts `threads` threads for each call, each with one run of items: for
+/// programs without a thread pool of their own.
 inline ParallelFor on_threads(int64_t threads) {
   if (threads <= 1) return serial_for;
   return [=](int64_t items, int64_t /*grain*/, const auto& body) {

@@ -22,10 +22,10 @@ struct KeyScoreArgs {
   int64_t slots = 0;
 };
 
-/// The best keys of each query among those of its window [start, end), which is
-/// cut to [0, keys). Greater scores first, NaN above everything, equal ones by
-/// the lower key. The chosen are listed in ascending order of keys, -1 fills
-/// the tail.
+/// The best keys of each query (top-k) in its window [start, end), which is cut
+/// to [0, keys). Greater scores win, NaN above all; of equal scores the lower
+/// key wins. The chosen keys are listed in ascending order, and -1 fills the
+/// tail.
 struct SelectKeysArgs : KeyScoreArgs {
   TokenArray<const int32_t*> start, end;  // [rows, queries]
   TokenArray<int32_t*> indices;  // [rows, queries, slots], head_stride 0
@@ -49,7 +49,7 @@ struct ScoreSelectedBackwardArgs : KeyScoreArgs {
   TokenArray<void*> dweights;          // like weights, written
 };
 
-/// The selection alone, on scores that somebody has, by the same order.
+/// The selection alone, on given scores, by the same order.
 struct TopKeysArgs {
   ElementType type = ElementType::float32;  // or float64
   int64_t queries = 0, keys = 0, slots = 0;
@@ -60,7 +60,7 @@ struct TopKeysArgs {
   int32_t* indices = nullptr;  // [queries, slots], contiguous
 };
 
-/// One implementation. The same bits for any number of threads. However many
+/// One implementation. Any number of threads gives the same bits. However many
 /// queries and keys there are, a thread's scratch is at most 4 MiB, or what one
 /// query takes where that is more: 24 bytes a slot, 16 bytes for each channel
 /// of each head.

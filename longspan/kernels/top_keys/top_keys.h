@@ -8,7 +8,7 @@
 namespace longspan {
 
 /// An exact selection, as select_keys.h promises it, from float32 scores on
-/// any CUDA device since Ampere. Nothing is allocated and nobody waits.
+/// any CUDA device since Ampere. Nothing is allocated, the host never waits.
 /// `stream` is a cudaStream_t of the current device.
 
 /// Why the kernel cannot take it, or nothing.

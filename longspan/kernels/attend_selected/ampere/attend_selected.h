@@ -9,13 +9,13 @@ namespace longspan::ampere {
 
 /// Attention to listed keys, as ../attend_selected.h promises it, on any CUDA
 /// device since Ampere: bfloat16 or float16, any number of heads and key heads,
-/// channels and values a multiple of 8 and at most 576. For what faster kernels
-/// refuse. Nothing is allocated and nobody waits. `stream` is a cudaStream_t of
-/// the current device.
+/// channels and values a multiple of 8 and at most 576. For calls that faster
+/// kernels refuse. Nothing is allocated and the host never waits. `stream` is a
+/// cudaStream_t of the current device.
 ///
 /// The forward and weights kernels give the same bits every time, and so does
 /// the backward kernel for `dq`; it adds to `dkv` in the order in which blocks
-/// come.
+/// finish.
 
 /// Why the kernels cannot take it, or nothing.
 std::optional<std::string> why_not_attend_selected(
@@ -23,8 +23,8 @@ std::optional<std::string> why_not_attend_selected(
 
 void selected_attention_forward(const SelectedForwardArgs& args, void* stream);
 
-/// The same with what the backward kernel wants besides: `dout`, `dq` and `dkv`
-/// aligned to 16 bytes.
+/// Why the backward kernel cannot take it, or nothing: it also wants `dout`,
+/// `dq` and `dkv` aligned to 16 bytes.
 std::optional<std::string> why_not_attend_selected_backward(
     const SelectedBackwardArgs& args);
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
                : "memory");
 }
 
-/// The same without a branch, which would stand between products under way.
+/// Arrives if `does`, without a branch between products that are under way.
 __device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
   asm volatile(
       "{ .reg .pred p;\n"

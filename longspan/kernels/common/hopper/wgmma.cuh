@@ -27,8 +27,9 @@ __device__ __forceinline__ uint64_t along_channels(uint32_t address) {
          (64ull << 32) | (1ull << 62);
 }
 
-/// The same, when its depth runs over rows of the block and its rows or columns
-/// over channels, blocks `block_bytes` apart; 16 deeper is 2048 bytes further.
+/// Where an operand starts, when its depth runs over rows of the block and its
+/// rows or columns over channels, blocks `block_bytes` apart; 16 deeper is 2048
+/// bytes further.
 __device__ __forceinline__ uint64_t across_channels(uint32_t address,
                                                     uint32_t block_bytes) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |

@@ -6,7 +6,7 @@
 
 namespace longspan {
 
-/// What stands for kernels where there is no CUDA compiler.
+/// Stands in for kernels in builds without a CUDA compiler.
 
 inline std::string no_compiler() {
   return "longspan was built without a CUDA compiler";

@@ -20,7 +20,7 @@ struct MoveRunsArgs {
   std::span<const std::byte> fill;  // one element, repeated where no run writes
 };
 
-/// The same bytes for any number of threads.
+/// Any number of threads writes the same bytes.
 void move_runs(const MoveRunsArgs& args, const ParallelFor& parallel_for);
 
 }  // namespace longspan

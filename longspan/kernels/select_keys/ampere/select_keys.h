@@ -11,8 +11,8 @@ namespace longspan::ampere {
 /// The lightning indexer, as ../select_keys.h promises it, on any CUDA device
 /// since Ampere: bfloat16 or float16, any number of heads whose queries fit
 /// shared memory, channels a multiple of 8 and at most 256. Nothing is
-/// allocated and nobody waits, so a graph may capture it. `stream` is a
-/// cudaStream_t of the current device.
+/// allocated and the host never waits, so a CUDA graph may capture it.
+/// `stream` is a cudaStream_t of the current device.
 
 /// Why a kernel cannot take it, or nothing.
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);
@@ -33,8 +33,8 @@ void score_selected(const ScoreSelectedArgs& args, void* stream);
 
 /// `args.dq` is of q's type here. dq and dweights have the same bits every
 /// time; dk is added to in the order of arrival. The derivatives of products
-/// are rounded to q's type before they meet q and k, which costs what rounding
-/// them in any such computation does.
+/// are rounded to q's type before they are multiplied with q and k, which adds
+/// the usual rounding error of such a product.
 void score_selected_backward(const ScoreSelectedBackwardArgs& args,
                              void* stream);
 

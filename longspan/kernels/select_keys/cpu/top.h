@@ -36,7 +36,7 @@ inline Choice<T> order_of(Vector<T> plain) {
   return bits ^ ((bits >> (8 * sizeof(T) - 1)) & ~kLowestOrder<T>);
 }
 
-/// The same of one.
+/// The order of one score.
 template <class T>
 inline Order<T> order_of(T score) {
   score = score == score ? score + T{0} : static_cast<T>(__builtin_nan(""));

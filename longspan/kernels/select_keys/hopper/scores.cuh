@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(ScorePlan<kHeads, kDim>::kThreads, 1)
     let_next_launch_begin();
   } else {
     take_registers<232>();
-    // The same for all lanes, and known to be.
+    // Equal in all lanes, and the compiler can tell.
     const int half = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     Scorer<kHeads, kDim> scorer{params,
                                 small,

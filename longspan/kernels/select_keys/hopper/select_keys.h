@@ -9,8 +9,8 @@
 namespace longspan::hopper {
 
 /// The lightning indexer and an exact selection, as ../select_keys.h promises
-/// them, on a Hopper device. Nothing is allocated and nobody waits, so a graph
-/// may capture it. `stream` is a cudaStream_t of the current device.
+/// them, on a Hopper device. Nothing is allocated, the host never waits, and a
+/// graph may capture it. `stream` is a cudaStream_t of the current device.
 
 /// Why the kernel cannot take it, or nothing.
 std::optional<std::string> why_not_select_keys(const SelectKeysArgs& args);

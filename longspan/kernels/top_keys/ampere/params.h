@@ -50,7 +50,7 @@ struct TopKeysParams {
     }
   }
 
-  /// Of scores that somebody has.
+  /// Of given scores.
   explicit TopKeysParams(const TopKeysArgs& args)
       : queries(static_cast<int>(args.queries)),
         keys(static_cast<int>(args.keys)),

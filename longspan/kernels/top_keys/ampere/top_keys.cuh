@@ -178,7 +178,7 @@ struct TopKeys {
     });
   }
 
-  /// The same, eleven bits at a time, wherever the keys lie. Keys outside
+  /// find() eleven bits at a time, wherever the keys lie. Keys outside
   /// [low, high] are left out.
   template <bool kAlike, class KeyAt>
   __device__ Bound find_by_digits(int size, int rank, uint32_t low,

@@ -124,7 +124,7 @@ struct Backward {
   }
 
   /// Weights and the derivatives of scores, in shared memory. `lse` is infinite
-  /// for heads that move nothing.
+  /// for heads that pass no gradient.
   __device__ void score(const int32_t* tile, const float (&lse)[2],
                         const float (&delta)[2], float log2_scale) const {
     constexpr int kTiles = Plan::kScoredTiles;

@@ -174,8 +174,8 @@ void multiply_gathered(const GatheredKeys& keys, int begin, int end,
        .columns = rounded_up(heads, kSideStep)});
 }
 
-/// The same for scores of the block of listed keys from `first` on, while rows
-/// of the next block come from memory.
+/// Scores of the block of listed keys from `first` on, while rows of the next
+/// block are fetched from memory.
 template <class Engine>
 void score_gathered(const SelectedAttentionArgs& args, const SelectedKeys& list,
                     int64_t first, int all_keys, const GatheredKeys& keys,

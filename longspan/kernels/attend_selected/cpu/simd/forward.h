@@ -67,7 +67,7 @@ void multiply_keys(const T* rows, int64_t row_stride, int keys, int depth,
                  .columns = whole_vectors<T>(heads)});
 }
 
-/// The same for a gathered block, while rows of the next come from memory.
+/// Scores of a gathered block, while rows of the next come from memory.
 template <class Element, class T = Accumulator<Element>>
 void score_keys(const SelectedAttentionArgs& args, const SelectedKeys& list,
                 int64_t first, int keys, const T* k, const T* q, int heads,

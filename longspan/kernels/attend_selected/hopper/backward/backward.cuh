@@ -81,7 +81,7 @@ __device__ void make_scores(const BackwardParams& params,
         params
             .delta[item.row * params.delta_row +
                    item.query * params.delta_token + head * params.delta_head];
-    // Where it is infinite nothing moves.
+    // Where it is infinite, no gradient passes.
     lse[i] = isinf(lse[i]) ? INFINITY : lse[i] * kLog2e;
   }
   float dq[128];

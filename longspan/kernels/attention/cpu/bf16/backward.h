@@ -127,8 +127,8 @@ struct Change {
 };
 
 /// P = 2^(score - lse), dS = scale * P * (dP - delta), times the slope of the
-/// soft cap. Hidden pairs get 0 by choice, not by arithmetic: what they hold
-/// may be NaN.
+/// soft cap. Hidden pairs are set to 0, not multiplied by 0: their values may
+/// be NaN.
 inline Change change_of(const ScoreScale& scale, float factor,
                         const Visible& visible, Floats lse, Floats delta,
                         int key, const float* score, const float* dp) {

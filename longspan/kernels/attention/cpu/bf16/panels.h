@@ -30,8 +30,8 @@ struct PanelGroup {
 };
 
 /// What one panel sees of a block of keys: query i those [low, high) of the
-/// block. Nobody sees a key outside [first, last), and queries outside
-/// [first_query, last_query) see nothing; empty ranges where nobody does.
+/// block. No query sees a key outside [first, last), and queries outside
+/// [first_query, last_query) see nothing; both are empty where no query sees.
 struct PanelKeys {
   int first = 0, last = 0;
   int first_query = 0, last_query = 0;
@@ -40,7 +40,7 @@ struct PanelKeys {
   bool empty() const { return first >= last; }
 };
 
-/// Consecutive keys, of which somebody sees the first.
+/// Consecutive keys, of which some query sees the first.
 struct SeenKeys {
   int64_t first = 0;
   int count = 0;  // 1 to kKeysAtOnce
@@ -52,8 +52,8 @@ class GroupWindows {
  public:
   GroupWindows(const LineIndex& lines, const PanelGroup& group);
 
-  /// Calls visit(seen) for each block of keys of `keys` that somebody sees,
-  /// in order; windows that share queries come one after another.
+  /// Calls visit(seen) for each block of `keys` that some query sees, in order;
+  /// windows that share queries come one after another.
   template <class Visit>
   void each_block(TokenRange keys, const Visit& visit) const {
     SeenKeys seen;
@@ -66,8 +66,8 @@ class GroupWindows {
   }
 
  private:
-  /// One panel's windows, and between what their ends lie: most blocks are
-  /// seen by all its queries or by none, which four numbers tell.
+  /// One panel's windows, and the bounds of their ends: most blocks are seen by
+  /// all its queries or by none, which these four numbers tell.
   struct PanelWindows {
     Windows windows;
     int64_t begin_min, begin_max, end_min, end_max;  // of those not empty

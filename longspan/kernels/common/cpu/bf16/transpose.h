@@ -55,7 +55,7 @@ inline void transpose_block(const void* from, int64_t from_stride, void* to,
   }
 }
 
-/// The same for pairs of rows of bfloat16: word j of row i is made of elements
+/// Transposes pairs of rows of bfloat16: word j of row i is made of elements
 /// j of rows 2 i and 2 i + 1.
 inline void transpose_row_pairs(const uint16_t* from, int64_t from_stride,
                                 void* to, int64_t to_stride) {
