@@ -16,7 +16,7 @@ namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
 
-/// Executes tile instructions in a process of its own, which may end of it.
+/// Executes tile instructions in a process of its own, which they may kill.
 bool tiles_execute() {
   const pid_t child = fork();
   if (child < 0) return false;
