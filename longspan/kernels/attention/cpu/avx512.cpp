@@ -1,7 +1,0 @@
-#include "longspan/kernels/attention/cpu/simd/steps.h"
-
-namespace longspan {
-
-const AttentionSteps kAvx512Steps = attention_steps();
-
-}  // namespace longspan
