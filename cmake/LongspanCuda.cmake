@@ -18,8 +18,8 @@ endif()
 
 # longspan_cuda_sources(target file ...): .cu files as objects of a target, for
 # Hopper and, as code that the driver compiles, for other cards since Ampere.
-# Those in a hopper/ use instructions that only Hopper has. They are also a
-# target of their own, longspan_cuda.
+# Those in a hopper/ use instructions that only Hopper has. The target
+# longspan_cuda builds the objects of all targets.
 function(longspan_cuda_sources target)
   set(objects "")
   foreach(source IN LISTS ARGN)
@@ -33,7 +33,7 @@ function(longspan_cuda_sources target)
     add_custom_command(OUTPUT ${object}
       COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -lineinfo
         -gencode=arch=compute_90a,code=sm_90a
-        ${others} -ccbin ${CMAKE_CXX_COMPILER}
+        ${others} -ccbin ${CMAKE_CXX_COMPILER} ${LONGSPAN_CUDA_FLAGS}
         -Xcompiler=-fPIC -I${PROJECT_SOURCE_DIR} -MD -MF ${object}.d
         -c ${CMAKE_CURRENT_SOURCE_DIR}/${source} -o ${object}
       DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${source} DEPFILE ${object}.d
@@ -43,7 +43,11 @@ function(longspan_cuda_sources target)
     target_sources(${target} PRIVATE ${object})
     list(APPEND objects ${object})
   endforeach()
-  add_custom_target(longspan_cuda DEPENDS ${objects})
+  add_custom_target(${target}_objects DEPENDS ${objects})
+  if(NOT TARGET longspan_cuda)
+    add_custom_target(longspan_cuda)
+  endif()
+  add_dependencies(longspan_cuda ${target}_objects)
   target_link_libraries(${target} PRIVATE
     $<BUILD_INTERFACE:CUDA::cudart_static>)
 endfunction()

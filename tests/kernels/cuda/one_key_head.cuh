@@ -1,9 +1,9 @@
 #pragma once
 
-#include "bench/hopper/common.cuh"
 #include "longspan/kernels/attend_selected/attend_selected.h"
+#include "tests/kernels/cuda/device.cuh"
 
-namespace longspan::bench {
+namespace longspan::test {
 
 struct AttentionShape {
   int64_t queries, keys, heads, slots;
@@ -171,4 +171,39 @@ struct AttentionData {
   }
 };
 
-}  // namespace longspan::bench
+/// What a forward kernel answered for some queries: at most twice the error of
+/// a plain computation.
+inline void report_forward(const AttentionData& data, const Device<bf16>& out,
+                           const Device<float>& lse,
+                           const std::vector<int64_t>& queries,
+                           const std::string& name) {
+  double error = 0, plain = 0, lse_error = 0;
+  int64_t misplaced = 0;
+  const int64_t H = data.shape.heads, V = data.shape.value_dim;
+  std::vector<double> got, want, bf16_want, got_lse, want_lse;
+  for (const int64_t t : queries) {
+    const ForwardTruth exact = data.forward_truth(t, false);
+    const ForwardTruth rounded = data.forward_truth(t, true);
+    const auto o = widened(out.host(t * H * V, H * V));
+    const auto l = lse.host(t * H, H);
+    got.insert(got.end(), o.begin(), o.end());
+    want.insert(want.end(), exact.out.begin(), exact.out.end());
+    bf16_want.insert(bf16_want.end(), rounded.out.begin(), rounded.out.end());
+    for (int64_t h = 0; h < H; ++h) {
+      if (std::isinf(exact.lse[h]) || std::isinf(l[h])) {
+        misplaced += !(exact.lse[h] == l[h]);
+        continue;
+      }
+      got_lse.push_back(l[h]);
+      want_lse.push_back(exact.lse[h]);
+    }
+  }
+  error = distance(got, want);
+  plain = distance(bf16_want, want);
+  lse_error = distance(got_lse, want_lse);
+  report(error <= 2 * plain && lse_error < 1e-6 && misplaced == 0,
+         name + text(": out %.2e (plain %.2e), lse %.1e, infinite apart %lld",
+                     error, plain, lse_error, (long long)misplaced));
+}
+
+}  // namespace longspan::test

@@ -5,13 +5,13 @@
 #include <cmath>
 #include <type_traits>
 
-#include "bench/hopper/common.cuh"
 #include "longspan/kernels/attend_selected/ampere/attend_selected.h"
+#include "tests/kernels/cuda/device.cuh"
 
 /// Cases of attention to listed keys in any shape, and their truth in double.
-namespace longspan::bench {
+namespace longspan::test {
 
-struct GenericShape {
+struct AnyShape {
   int64_t rows, queries, keys, heads, key_heads, slots;
   int head_dim, value_dim;
   bool sink = false;
@@ -36,7 +36,7 @@ __device__ double as_if_stored(double x) {
 
 /// What the truth is made from and goes to.
 template <class Element>
-struct Truth {
+struct ListedTruth {
   SelectedAttentionArgs args;
   const Element* dout;
   const float* sink;
@@ -54,7 +54,7 @@ struct HeadOfQuery {
   const Element *q, *o, *kv;
   const int32_t* list;
 
-  __device__ explicit HeadOfQuery(const Truth<Element>& truth) {
+  __device__ explicit HeadOfQuery(const ListedTruth<Element>& truth) {
     const SelectedAttentionArgs& a = truth.args;
     head = blockIdx.x;
     token = blockIdx.y;
@@ -73,7 +73,7 @@ struct HeadOfQuery {
 
 /// Scores, logs, output.
 template <class Element>
-__global__ void true_scores(Truth<Element> truth) {
+__global__ void true_listed_scores(ListedTruth<Element> truth) {
   const SelectedAttentionArgs& a = truth.args;
   const auto [head, token, row, key_head, place, q, o, kv, list] =
       HeadOfQuery<Element>(truth);
@@ -128,7 +128,7 @@ __global__ void true_scores(Truth<Element> truth) {
 
 /// From scores and logs: the derivatives.
 template <class Element>
-__global__ void true_derivatives(Truth<Element> truth) {
+__global__ void true_listed_derivatives(ListedTruth<Element> truth) {
   const SelectedAttentionArgs& a = truth.args;
   const auto [head, token, row, key_head, place, q, o, kv, list] =
       HeadOfQuery<Element>(truth);
@@ -176,7 +176,7 @@ std::vector<double> widened_all(const std::vector<Element>& x) {
 }
 
 /// Lists with holes, wild numbers, repeats, and none at all.
-inline int32_t listed(const GenericShape& shape, int64_t t, int64_t j) {
+inline int32_t listed(const AnyShape& shape, int64_t t, int64_t j) {
   const uint64_t z = mixed(t * 1000003 + j);
   auto key = static_cast<int32_t>(z % shape.keys);
   if (t % 5 == 1 && z % 7 == 0) return -1;
@@ -198,15 +198,15 @@ inline int32_t listed(const GenericShape& shape, int64_t t, int64_t j) {
 /// A case with everything that the kernels read and write. Rows of keys stand
 /// further apart than they must.
 template <class Element>
-struct Case {
-  GenericShape shape;
+struct ListedCase {
+  AnyShape shape;
   int64_t tokens, places, kv_token, dkv_token;
   Device<Element> q, kv, dout, dq, out;
   Device<int32_t> lists;
   Device<float> sink, lse, delta, dkv, weights, only_lse;
   std::string name;
 
-  explicit Case(const GenericShape& shape, bool is_wild)
+  explicit ListedCase(const AnyShape& shape, bool is_wild)
       : shape(shape),
         tokens(shape.rows * shape.queries),
         places(tokens * shape.heads),
@@ -337,4 +337,4 @@ struct Case {
   }
 };
 
-}  // namespace longspan::bench
+}  // namespace longspan::test

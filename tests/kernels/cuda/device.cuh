@@ -6,24 +6,24 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "longspan/kernels/common/element.h"
+#include "tests/kernels/cuda/report.h"
 
-/// What checks and timings of the Hopper kernels share.
-namespace longspan::bench {
+/// What checks and timings of CUDA kernels share.
+namespace longspan::test {
 
 using bf16 = __nv_bfloat16;
 
 inline void ok(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::printf("CUDA: %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(3);
+  throw std::runtime_error(std::string("CUDA: ") + what + ": " +
+                           cudaGetErrorString(error));
 }
 
 /// Device memory, poisoned so that what nobody wrote shows.
@@ -107,29 +107,6 @@ TokenArray<Pointer> array(Pointer data, int64_t queries, int64_t heads,
   return {data, queries * heads * channels, heads * channels, channels};
 }
 
-/// The median of some runs, in ms.
-inline double time_ms(const std::function<void()>& run, int repeats) {
-  run();
-  ok(cudaDeviceSynchronize(), "warm up");
-  cudaEvent_t begin, end;
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  std::vector<float> times;
-  for (int i = 0; i < repeats; ++i) {
-    cudaEventRecord(begin);
-    run();
-    cudaEventRecord(end);
-    ok(cudaEventSynchronize(end), "timing");
-    float ms = 0;
-    cudaEventElapsedTime(&ms, begin, end);
-    times.push_back(ms);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
 /// Runs body(i) for all i below count, on all cores.
 inline void spread_over_cores(int64_t count,
                               const std::function<void(int64_t)>& body) {
@@ -141,21 +118,6 @@ inline void spread_over_cores(int64_t count,
     });
   }
   for (std::thread& thread : threads) thread.join();
-}
-
-inline int failures = 0;
-
-inline void report(bool good, const std::string& what) {
-  std::printf("%s %s\n", good ? "ok  " : "FAIL", what.c_str());
-  std::fflush(stdout);
-  failures += !good;
-}
-
-template <class... Parts>
-std::string text(const char* format, Parts... parts) {
-  char buffer[512];
-  std::snprintf(buffer, sizeof(buffer), format, parts...);
-  return buffer;
 }
 
 /// |a - b| / |b|, NaN when either has one.
@@ -188,27 +150,4 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
                     reinterpret_cast<const char*>(b.data()));
 }
 
-void check_selection();
-void check_few_selections();
-void time_selection(bool all);
-void profile_selection();
-void check_forward();
-void check_few_forward();
-void check_generic();
-void time_forward(bool all);
-void check_backward();
-void check_few_backward();
-void time_backward(bool all);
-void check_scores();
-void check_few_scores();
-void time_scores(bool all);
-void check_generic_select();
-void check_few_generic_selections();
-void time_generic_select(bool all);
-void check_generic_forward();
-void check_generic_backward();
-void check_weights();
-void check_few_generic();
-void time_generic(bool all);
-
-}  // namespace longspan::bench
+}  // namespace longspan::test

@@ -1,29 +1,18 @@
 #include <cuda_fp16.h>
 
-#include "bench/hopper/common.cuh"
 #include "longspan/kernels/select_keys/ampere/select_keys.h"
+#include "tests/kernels/cuda/on_device.h"
+#include "tests/kernels/cuda/score_inputs.cuh"
 
-namespace longspan::bench {
+namespace longspan::test {
 
 namespace {
-
-struct Case {
-  int64_t rows, queries, keys, heads, slots;
-  int dim;
-  bool empty = false;  // all slots
-
-  std::string name(bool half) const {
-    return text("%s %lld x %lld of %lld, %lld x %d, %lld slots%s",
-                half ? "fp16" : "bf16", (long long)rows, (long long)queries,
-                (long long)keys, (long long)heads, dim, (long long)slots,
-                empty ? ", all empty" : "");
-  }
-};
 
 /// A thread a product, [rows, queries, heads, slots]; 0 for an empty slot.
 template <class Real, class Element>
 __global__ void true_products(const Element* q, const Element* k,
-                              const int32_t* lists, Case shape, Real* to) {
+                              const int32_t* lists, ScoreShape shape,
+                              Real* to) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= shape.rows * shape.queries * shape.heads * shape.slots) return;
   const int64_t slot = i % shape.slots, place = i / shape.slots;
@@ -46,8 +35,8 @@ template <class Real, class Element>
 __global__ void true_scores(const Element* q, const Element* k,
                             const float* weights, const int32_t* lists,
                             const float* dscores, const Real* products,
-                            Case shape, bool plain, Real* scores, Real* dq,
-                            Real* dk, Real* dweights) {
+                            ScoreShape shape, bool plain, Real* scores,
+                            Real* dq, Real* dk, Real* dweights) {
   const int64_t query = blockIdx.x, row = query / shape.queries;
   const int64_t H = shape.heads, K = shape.slots, D = shape.dim;
   const auto key_at = [&](int64_t slot) {
@@ -111,82 +100,28 @@ struct Truth {
   std::vector<Real> scores, dq, dk, dweights;
 };
 
-template <class Element>
-struct Data {
-  Case shape;
-  Device<Element> q, k;
-  Device<float> weights, dscores;
-  Device<int32_t> lists;
-
-  explicit Data(const Case& shape)
-      : shape(shape),
-        q(shape.rows * shape.queries * shape.heads * shape.dim),
-        k(shape.rows * shape.keys * shape.dim),
-        weights(shape.rows * shape.queries * shape.heads),
-        dscores(shape.rows * shape.queries * shape.slots),
-        lists(shape.rows * shape.queries * shape.slots) {
-    randomize(q, 1);
-    randomize(k, 2);
-    randomize(weights, 3);
-    randomize(dscores, 4);
+template <class Real, class Element>
+Truth<Real> truth_of(const ScoreInputs<Element>& data, bool plain) {
+  const ScoreShape& s = data.shape;
+  const int64_t count = s.rows * s.queries * s.heads * s.slots;
+  Device<Real> products(count), scores(data.dscores.size), dq(data.q.size),
+      dk(data.k.size), dweights(data.weights.size);
+  dk.zero();
+  if (count > 0) {
+    true_products<<<static_cast<unsigned>((count + 255) / 256), 256>>>(
+        data.q.data, data.k.data, data.lists.data, s, products.data);
   }
-
-  KeyScoreArgs inputs() const {
-    const Case& s = shape;
-    KeyScoreArgs args;
-    args.type = sizeof(Element) == 2 && std::is_same_v<Element, bf16>
-                    ? ElementType::bfloat16
-                    : ElementType::float16;
-    args.rows = s.rows;
-    args.queries = s.queries;
-    args.keys = s.keys;
-    args.heads = s.heads;
-    args.head_dim = s.dim;
-    args.slots = s.slots;
-    args.q = array<const void*>(q.data, s.queries, s.heads, s.dim);
-    args.k = {k.data, s.keys * s.dim, s.dim, 0};
-    args.weights = {weights.data, s.queries * s.heads, s.heads, 1};
-    return args;
-  }
-  ScoreSelectedArgs forward(float* scores) const {
-    const Case& s = shape;
-    return {inputs(),
-            {lists.data, s.queries * s.slots, s.slots, 0},
-            {scores, s.queries * s.slots, s.slots, 0}};
-  }
-  ScoreSelectedBackwardArgs backward(Element* dq, float* dk,
-                                     float* dweights) const {
-    const Case& s = shape;
-    return {inputs(),
-            {lists.data, s.queries * s.slots, s.slots, 0},
-            {dscores.data, s.queries * s.slots, s.slots, 0},
-            array<void*>(dq, s.queries, s.heads, s.dim),
-            {dk, s.keys * s.dim, s.dim, 0},
-            {dweights, s.queries * s.heads, s.heads, 1}};
-  }
-
-  template <class Real>
-  Truth<Real> truth(bool plain) const {
-    const Case& s = shape;
-    const int64_t count = s.rows * s.queries * s.heads * s.slots;
-    Device<Real> products(count), scores(dscores.size), dq(q.size), dk(k.size),
-        dweights(weights.size);
-    dk.zero();
-    if (count > 0) {
-      true_products<<<static_cast<unsigned>((count + 255) / 256), 256>>>(
-          q.data, k.data, lists.data, shape, products.data);
-    }
-    true_scores<<<static_cast<unsigned>(s.rows * s.queries), 256>>>(
-        q.data, k.data, weights.data, lists.data, dscores.data, products.data,
-        shape, plain, scores.data, dq.data, dk.data, dweights.data);
-    ok(cudaDeviceSynchronize(), "truth");
-    return {scores.host(), dq.host(), dk.host(), dweights.host()};
-  }
-};
+  true_scores<<<static_cast<unsigned>(s.rows * s.queries), 256>>>(
+      data.q.data, data.k.data, data.weights.data, data.lists.data,
+      data.dscores.data, products.data, s, plain, scores.data, dq.data, dk.data,
+      dweights.data);
+  ok(cudaDeviceSynchronize(), "truth");
+  return {scores.host(), dq.host(), dk.host(), dweights.host()};
+}
 
 /// Keys in any order, some twice, some slots empty or wild, some runs of them,
 /// and the key 3 never, which is NaN.
-std::vector<int32_t> odd_lists(const Case& shape) {
+std::vector<int32_t> odd_lists(const ScoreShape& shape) {
   const int64_t queries = shape.rows * shape.queries;
   std::vector<int32_t> lists(queries * shape.slots, -1);
   const int32_t wild[] = {-1, -7, INT32_MIN, INT32_MAX,
@@ -207,7 +142,7 @@ std::vector<int32_t> odd_lists(const Case& shape) {
 }
 
 template <class Element>
-void poison_key(Data<Element>& data) {
+void poison_key(ScoreInputs<Element>& data) {
   if (data.shape.keys < 4) return;
   for (int64_t row = 0; row < data.shape.rows; ++row) {
     ok(cudaMemset(data.k.data + (row * data.shape.keys + 3) * data.shape.dim,
@@ -217,16 +152,16 @@ void poison_key(Data<Element>& data) {
 }
 
 template <class Element>
-void check_case(const Case& shape) {
-  Data<Element> data(shape);
+void check_case(const ScoreShape& shape) {
+  ScoreInputs<Element> data(shape);
   poison_key(data);
   const auto lists = odd_lists(shape);
   ok(cudaMemcpy(data.lists.data, lists.data(), lists.size() * 4,
                 cudaMemcpyDefault),
      "lists");
   const std::string name = shape.name(!std::is_same_v<Element, bf16>);
-  const auto truth = data.template truth<double>(false);
-  const auto plain = data.template truth<float>(true);
+  const auto truth = truth_of<double>(data, false);
+  const auto plain = truth_of<float>(data, true);
 
   Device<float> scores(data.dscores.size), dk(data.k.size),
       dweights(data.weights.size);
@@ -268,17 +203,19 @@ void check_case(const Case& shape) {
                      same ? "" : ", not the same again"));
 }
 
+using ScoreSelectedOnAmpere = OnAmpere;
+
 /// Derivatives so small that float16 alone would lose them.
-void check_small() {
-  const Case shape{1, 37, 300, 32, 200, 128};
-  Data<__half> data(shape);
+TEST_F(ScoreSelectedOnAmpere, KeepsSmallDerivatives) {
+  const ScoreShape shape{1, 37, 300, 32, 200, 128};
+  ScoreInputs<__half> data(shape);
   poison_key(data);
   const auto lists = odd_lists(shape);
   ok(cudaMemcpy(data.lists.data, lists.data(), lists.size() * 4,
                 cudaMemcpyDefault),
      "lists");
   randomize(data.dscores, 4, 1e-9f);
-  const auto truth = data.truth<double>(false);
+  const auto truth = truth_of<double>(data, false);
   Device<float> dk(data.k.size), dweights(data.weights.size);
   Device<__half> dq(data.q.size);
   dk.zero();
@@ -290,9 +227,9 @@ void check_small() {
 }
 
 /// NaN and infinite products do what multiplying by hand does.
-void check_odd_values() {
-  const Case shape{1, 4, 64, 5, 64, 40};
-  Data<bf16> data(shape);
+TEST_F(ScoreSelectedOnAmpere, KeepsNanAndInfiniteKeysToThemselves) {
+  const ScoreShape shape{1, 4, 64, 5, 64, 40};
+  ScoreInputs<bf16> data(shape);
   std::vector<int32_t> lists(4 * 64);
   for (int i = 0; i < 4 * 64; ++i) lists[i] = i % 64;
   ok(cudaMemcpy(data.lists.data, lists.data(), lists.size() * 4,
@@ -324,32 +261,7 @@ void check_odd_values() {
   report(wrong == 0, text("NaN and infinite keys: %d wrong", wrong));
 }
 
-void time_case(int64_t T, int64_t heads, int dim, int64_t slots) {
-  Data<bf16> data({1, T, T, heads, slots, dim});
-  fill_lists<<<static_cast<unsigned>(T), 256>>>(data.lists.data, T, slots, T,
-                                                5);
-  Device<float> scores(data.dscores.size), dk(data.k.size),
-      dweights(data.weights.size);
-  Device<bf16> dq(data.q.size);
-  dk.zero();
-  const auto forward = data.forward(scores.data);
-  const auto backward = data.backward(dq.data, dk.data, dweights.data);
-  const double ms =
-      time_ms([&] { ampere::score_selected(forward, nullptr); }, 5);
-  const double back =
-      time_ms([&] { ampere::score_selected_backward(backward, nullptr); }, 5);
-  const double pairs = 1.0 * T * slots;
-  std::printf(
-      "score_selected %6lld, %lld x %d, k %lld: %.3f ms (%.2f TB/s gathered), "
-      "backward %.3f ms (%.2f TB/s added)\n",
-      (long long)T, (long long)heads, dim, (long long)slots, ms,
-      pairs * dim * 2 / ms / 1e9, back, pairs * dim * 4 / back / 1e9);
-  std::fflush(stdout);
-}
-
-}  // namespace
-
-void check_scores() {
+TEST_F(ScoreSelectedOnAmpere, ErrsAtMostTwiceAsPlain) {
   check_case<bf16>({1, 1, 1, 1, 1, 64});
   check_case<bf16>({1, 61, 1003, 32, 300, 128});
   check_case<bf16>({3, 37, 500, 32, 129, 128});
@@ -369,23 +281,15 @@ void check_scores() {
   check_case<__half>({2, 29, 301, 64, 65, 64});
   check_case<__half>({1, 23, 400, 24, 130, 256});
   check_case<__half>({1, 20, 400, 8, 200, 128, true});
-  check_small();
-  check_odd_values();
 }
 
-void check_few_scores() {
+TEST_F(ScoreSelectedOnAmpere, ScoresAFew) {
   check_case<bf16>({2, 7, 301, 24, 130, 128});
   check_case<bf16>({1, 5, 300, 5, 64, 40});
   check_case<__half>({1, 5, 200, 64, 70, 128});
   check_case<__half>({1, 5, 200, 16, 70, 256});
 }
 
-void time_scores(bool all) {
-  time_case(4096, 32, 128, 2048);
-  time_case(16384, 32, 128, 2048);
-  time_case(16384, 64, 128, 2048);
-  time_case(16384, 16, 64, 2048);
-  if (all) time_case(65536, 32, 128, 2048);
-}
+}  // namespace
 
-}  // namespace longspan::bench
+}  // namespace longspan::test

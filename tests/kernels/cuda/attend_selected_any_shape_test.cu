@@ -1,15 +1,17 @@
-#include "bench/hopper/generic_case.cuh"
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
+#include "tests/kernels/cuda/any_shape.cuh"
+#include "tests/kernels/cuda/on_device.h"
 
-namespace longspan::bench {
+namespace longspan::test {
 
 namespace {
 
 using WeightsKernel = void (*)(const SelectedWeightsArgs&, void*);
 
 template <class Element>
-void check_weights_of(Case<Element>& data, const std::vector<double>& want,
-                      WeightsKernel kernel, const std::string& who) {
+void check_weights_of(ListedCase<Element>& data,
+                      const std::vector<double>& want, WeightsKernel kernel,
+                      const std::string& who) {
   data.weights.poison();
   kernel(data.weights_args(), nullptr);
   ok(cudaDeviceSynchronize(), "weights");
@@ -36,8 +38,8 @@ struct Parts {
 };
 
 template <class Element>
-void check_case(const GenericShape& shape, Parts parts) {
-  Case<Element> data(shape, true);
+void check_case(const AnyShape& shape, Parts parts) {
+  ListedCase<Element> data(shape, true);
   const int64_t slots = data.places * shape.slots;
   Device<double> scores(slots), ddots(slots), out(data.out.size);
   Device<double> only_lse(data.places), weights(data.weights.size);
@@ -48,7 +50,7 @@ void check_case(const GenericShape& shape, Parts parts) {
   Device<double> plain_dkv(dkv.size);
   dkv.zero();
   plain_dkv.zero();
-  Truth<Element> truth{};
+  ListedTruth<Element> truth{};
   data.fill(truth.args);
   truth.dout = data.dout.data;
   truth.sink = shape.sink ? data.sink.data : nullptr;
@@ -65,8 +67,8 @@ void check_case(const GenericShape& shape, Parts parts) {
     truth.out = plain ? plain_out.data : out.data;
     truth.dq = plain ? plain_dq.data : dq.data;
     truth.dkv = plain ? plain_dkv.data : dkv.data;
-    true_scores<<<grid, 128>>>(truth);
-    true_derivatives<<<grid, 128>>>(truth);
+    true_listed_scores<<<grid, 128>>>(truth);
+    true_listed_derivatives<<<grid, 128>>>(truth);
     ok(cudaDeviceSynchronize(), "truth");
   }
   if (parts.forward) {
@@ -116,7 +118,7 @@ void check_case(const GenericShape& shape, Parts parts) {
   }
 }
 
-const GenericShape kShapes[] = {
+const AnyShape kShapes[] = {
     {1, 1, 1, 1, 1, 1, 8, 8},
     {2, 3, 5, 4, 2, 0, 64, 64},
     {2, 13, 300, 64, 1, 130, 576, 512},
@@ -134,10 +136,12 @@ const GenericShape kShapes[] = {
     {1, 21, 120, 2, 2, 64, 96, 96},
 };
 
-/// Lists with more tiles than a kernel remembers: both kernels agree.
-void check_long_lists() {
-  Case<bf16> data({1, 5, 40000, 64, 1, 36000, 576, 512}, true);
-  if (hopper::why_not_selected_weights(data.weights_args())) return;
+using AttendSelectedOnHopper = OnHopper;
+
+/// Lists with more tiles than a kernel remembers.
+TEST_F(AttendSelectedOnHopper, WeightsOfLongListsAreThoseOfTheOtherKernel) {
+  ListedCase<bf16> data({1, 5, 40000, 64, 1, 36000, 576, 512}, true);
+  ASSERT_FALSE(hopper::why_not_selected_weights(data.weights_args()));
   ampere::selected_attention_forward(data.forward_args(), nullptr);
   ok(cudaMemcpy(data.lse.data, data.only_lse.data, data.places * 4,
                 cudaMemcpyDefault),
@@ -148,95 +152,33 @@ void check_long_lists() {
 }
 
 void check_all(Parts parts) {
-  for (const GenericShape& shape : kShapes) {
+  for (const AnyShape& shape : kShapes) {
     check_case<bf16>(shape, parts);
     check_case<__half>(shape, parts);
   }
 }
 
-}  // namespace
+using AttendSelectedOnAmpere = OnAmpere;
 
-void check_generic_forward() {
+TEST_F(AttendSelectedOnAmpere, ForwardOfAnyShapeErrsAtMostTwiceAsPlain) {
   check_all({.forward = true, .backward = false, .weights = false});
 }
 
-void check_generic_backward() {
+TEST_F(AttendSelectedOnAmpere, BackwardOfAnyShapeErrsAtMostTwiceAsPlain) {
   check_all({.forward = false, .backward = true, .weights = false});
 }
 
-void check_weights() {
+TEST_F(AttendSelectedOnAmpere, WeightsAreThoseOfDouble) {
   check_all({.forward = false, .backward = false, .weights = true});
-  check_long_lists();
 }
 
-void check_few_generic() {
+TEST_F(AttendSelectedOnAmpere, AnyShapeOfAFew) {
   const Parts all{.forward = true, .backward = true, .weights = true};
   check_case<bf16>({1, 7, 90, 40, 1, 70, 576, 512, true}, all);
   check_case<__half>({2, 5, 50, 6, 2, 33, 72, 40}, all);
   check_case<bf16>({1, 7, 90, 40, 1, 65, 192, 128}, all);
 }
 
-void time_generic(bool all) {
-  std::vector<GenericShape> shapes = {{1, 4096, 4096, 64, 1, 2048, 576, 512},
-                                      {1, 4096, 4096, 64, 1, 1024, 192, 128},
-                                      {1, 4096, 4096, 64, 8, 512, 128, 128}};
-  if (all) {
-    shapes.push_back({1, 16384, 16384, 64, 1, 2048, 576, 512});
-    shapes.push_back({1, 4096, 4096, 128, 1, 2048, 576, 512});
-    shapes.push_back({1, 4096, 4096, 16, 1, 2048, 576, 512});
-    shapes.push_back({1, 4096, 4096, 32, 4, 1024, 256, 256});
-  }
-  for (const GenericShape& shape : shapes) {
-    Case<bf16> data(shape, false);
-    randomize(data.delta, 36, 0.1f);
-    const double pairs =
-        2.0 * data.tokens * shape.heads * static_cast<double>(shape.slots);
-    const auto line = [&](const char* what, double channels,
-                          const std::function<void()>& run) {
-      const double ms = time_ms(run, 3);
-      std::printf("%s %s: %8.3f ms, %6.1f TFLOP/s\n", what, data.name.c_str(),
-                  ms, pairs * channels / ms / 1e9);
-    };
-    const double d = shape.head_dim, v = shape.value_dim;
-    line("forward", d + v, [&] {
-      ampere::selected_attention_forward(data.forward_args(), nullptr);
-    });
-    ok(cudaMemcpy(data.lse.data, data.only_lse.data, data.places * 4,
-                  cudaMemcpyDefault),
-       "logs");
-    data.dkv.zero();
-    line("backward", 3 * d + 2 * v, [&] {
-      ampere::selected_attention_backward(data.backward_args(), nullptr);
-    });
-    line("weights", d,
-         [&] { ampere::selected_weights(data.weights_args(), nullptr); });
-    const auto check_sum = [&] {
-      double sum = 0;
-      for (const float x : data.weights.host()) sum += x;
-      report(std::abs(sum / static_cast<double>(data.places) - 1) < 1e-5,
-             "weights of a head sum to 1");
-    };
-    check_sum();
-    if (hopper::why_not_attend_selected(data.forward_args())) continue;
-    data.weights.poison();
-    line("weights on Hopper", d,
-         [&] { hopper::selected_weights(data.weights_args(), nullptr); });
-    check_sum();
-    data.backward();
-    const size_t last = 64 * shape.heads * shape.head_dim;  // queries
-    const auto some_dq = [&] {
-      return widened_all(data.dq.host(data.dq.size - last));
-    };
-    const auto dq = some_dq(), dkv = widened_all(data.dkv.host());
-    data.dq.poison();
-    data.dkv.zero();
-    hopper::selected_attention_backward(data.backward_args(), nullptr);
-    const double dq_apart = distance(some_dq(), dq);
-    const double dkv_apart = distance(data.dkv.host(), dkv);
-    report(dq_apart < 1e-2 && dkv_apart < 1e-2,
-           text("apart from the Hopper kernel: dq %.1e, dkv %.1e", dq_apart,
-                dkv_apart));
-  }
-}
+}  // namespace
 
-}  // namespace longspan::bench
+}  // namespace longspan::test

@@ -1,43 +1,11 @@
-#include "bench/hopper/attention_truth.cuh"
-#include "bench/hopper/common.cuh"
 #include "longspan/kernels/attend_selected/ampere/attend_selected.h"
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
+#include "tests/kernels/cuda/on_device.h"
+#include "tests/kernels/cuda/one_key_head.cuh"
 
-namespace longspan::bench {
+namespace longspan::test {
 
 namespace {
-
-void compare(const AttentionData& data, const Device<bf16>& out,
-             const Device<float>& lse, const std::vector<int64_t>& queries,
-             const std::string& name) {
-  double error = 0, plain = 0, lse_error = 0;
-  int64_t misplaced = 0;
-  const int64_t H = data.shape.heads, V = data.shape.value_dim;
-  std::vector<double> got, want, bf16_want, got_lse, want_lse;
-  for (const int64_t t : queries) {
-    const ForwardTruth exact = data.forward_truth(t, false);
-    const ForwardTruth rounded = data.forward_truth(t, true);
-    const auto o = widened(out.host(t * H * V, H * V));
-    const auto l = lse.host(t * H, H);
-    got.insert(got.end(), o.begin(), o.end());
-    want.insert(want.end(), exact.out.begin(), exact.out.end());
-    bf16_want.insert(bf16_want.end(), rounded.out.begin(), rounded.out.end());
-    for (int64_t h = 0; h < H; ++h) {
-      if (std::isinf(exact.lse[h]) || std::isinf(l[h])) {
-        misplaced += !(exact.lse[h] == l[h]);
-        continue;
-      }
-      got_lse.push_back(l[h]);
-      want_lse.push_back(exact.lse[h]);
-    }
-  }
-  error = distance(got, want);
-  plain = distance(bf16_want, want);
-  lse_error = distance(got_lse, want_lse);
-  report(error <= 2 * plain && lse_error < 1e-6 && misplaced == 0,
-         name + text(": out %.2e (plain %.2e), lse %.1e, infinite apart %lld",
-                     error, plain, lse_error, (long long)misplaced));
-}
 
 using Kernel = void (*)(const SelectedForwardArgs&, void*);
 
@@ -53,7 +21,7 @@ void check_case(const AttentionShape& shape,
   std::vector<int64_t> queries(shape.queries);
   for (int64_t t = 0; t < shape.queries; ++t) queries[t] = t;
   const std::string name = "forward " + shape.name();
-  compare(data, out, lse, queries, name);
+  report_forward(data, out, lse, queries, name);
   const auto first = out.host();
   const auto first_lse = lse.host();
   bool same = true;
@@ -108,9 +76,10 @@ void check_case(const AttentionShape& shape,
   report(same, name + ": the same as two rows");
 }
 
-}  // namespace
+using AttendSelectedOnAmpere = OnAmpere;
+using AttendSelectedOnHopper = OnHopper;
 
-void check_forward() {
+TEST_F(AttendSelectedOnHopper, ForwardErrsAtMostTwiceAsPlain) {
   check_case({1, 1, 64, 1, 576, false});
   check_case({700, 70, 64, 64, 576, false});
   check_case({700, 300, 64, 200, 512, true});
@@ -125,7 +94,7 @@ void check_forward() {
   check_case({3, 40000, 64, 36000, 576, false});
 }
 
-void check_generic() {
+TEST_F(AttendSelectedOnAmpere, ForwardErrsAtMostTwiceAsPlain) {
   const auto check = [](const AttentionShape& shape) {
     check_case(shape, ampere::selected_attention_forward);
   };
@@ -139,49 +108,11 @@ void check_generic() {
   check({33, 200, 20, 70, 256, true, 256});
 }
 
-void check_few_forward() {
+TEST_F(AttendSelectedOnHopper, ForwardOfAFew) {
   check_case({9, 70, 64, 65, 576, true});
   check_case({12, 200, 80, 133, 512, true});
 }
 
-void time_forward(bool all) {
-  struct Line {
-    AttentionShape shape;
-    double bar, goal;
-  };
-  std::vector<Line> lines = {
-      {{4096, 4096, 64, 2048, 576, false}, 760, 860},
-      {{16384, 16384, 64, 2048, 576, false}, 580, 660},
-      {{16384, 16384, 64, 640, 512, true}, 480, 600},
-  };
-  if (all) {
-    lines.push_back({{65536, 65536, 64, 2048, 576, false}, 520, 600});
-    lines.push_back({{16384, 16384, 128, 2048, 576, false}, 570, 660});
-    lines.push_back({{65536, 65536, 128, 256, 576, false}, 0, 0});
-  }
-  for (const Line& line : lines) {
-    const AttentionShape& shape = line.shape;
-    AttentionData data(shape);
-    Device<bf16> out(shape.queries * shape.heads * shape.value_dim);
-    Device<float> lse(shape.queries * shape.heads);
-    const SelectedForwardArgs args = data.forward_args(out, lse);
-    const double ms =
-        time_ms([&] { hopper::selected_attention_forward(args, nullptr); }, 5);
-    const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
-                        (shape.head_dim + shape.value_dim);
-    std::printf("forward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f, goal %.0f)\n",
-                shape.name().c_str(), ms, flop / ms / 1e9, line.bar, line.goal);
-    if (!all) {
-      const double generic = time_ms(
-          [&] { ampere::selected_attention_forward(args, nullptr); }, 3);
-      std::printf("  the generic kernel: %8.3f ms, %6.1f TFLOP/s\n", generic,
-                  flop / generic / 1e9);
-      hopper::selected_attention_forward(args, nullptr);
-    }
-    const int64_t T = shape.queries;
-    compare(data, out, lse, {0, 1, 63, 64, 1000, T / 2, T - 2, T - 1},
-            "forward " + shape.name());
-  }
-}
+}  // namespace
 
-}  // namespace longspan::bench
+}  // namespace longspan::test

@@ -1,19 +1,18 @@
-#include "bench/hopper/attention_truth.cuh"
-#include "bench/hopper/common.cuh"
+#pragma once
+
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
+#include "tests/kernels/cuda/one_key_head.cuh"
 
-namespace longspan::bench {
-
-namespace {
+namespace longspan::test {
 
 /// A block a head of a query: dq of it, and dkv added. `plain` rounds weights
 /// and their derivatives to bfloat16.
-__global__ void true_backward(const bf16* q, const bf16* kv,
-                              const int32_t* lists, const bf16* dout,
-                              const float* lse, const float* delta,
-                              int64_t first, int64_t heads, int64_t keys,
-                              int64_t slots, int head_dim, double scale,
-                              bool plain, double* dq, double* dkv) {
+static __global__ void true_backward(const bf16* q, const bf16* kv,
+                                     const int32_t* lists, const bf16* dout,
+                                     const float* lse, const float* delta,
+                                     int64_t first, int64_t heads, int64_t keys,
+                                     int64_t slots, int head_dim, double scale,
+                                     bool plain, double* dq, double* dkv) {
   const int64_t query = first + blockIdx.y, head = blockIdx.x;
   const int64_t place = query * heads + head;
   const int32_t* list = lists + query * slots;
@@ -83,7 +82,7 @@ __global__ void true_backward(const bf16* q, const bf16* kv,
 struct Step {
   AttentionData& data;
   Device<bf16> out, dout, dq;
-  Device<float> lse, delta, dkv, dsink;
+  Device<float> lse, delta, dkv;
 
   explicit Step(AttentionData& data)
       : data(data),
@@ -92,8 +91,7 @@ struct Step {
         dq(data.shape.queries * data.shape.heads * data.shape.head_dim),
         lse(data.shape.queries * data.shape.heads),
         delta(data.shape.queries * data.shape.heads),
-        dkv(data.shape.keys * data.shape.head_dim),
-        dsink(data.shape.heads) {
+        dkv(data.shape.keys * data.shape.head_dim) {
     randomize(dout, 21);
     hopper::selected_attention_forward(data.forward_args(out, lse), nullptr);
     if (data.shape.sink) add_sink();
@@ -143,17 +141,6 @@ struct Step {
     args.dkv = array<void*>(dkv.data, shape.keys, 1, shape.head_dim);
     args.dkv.row_stride = 0;
     hopper::selected_attention_backward(args, nullptr);
-    if (shape.sink) {
-      hopper::SinkGradientArgs sink;
-      sink.rows = rows;
-      sink.queries = queries;
-      sink.heads = shape.heads;
-      sink.sink = data.sink.data;
-      sink.lse = array<const float*>(lse.data, queries, shape.heads, 1);
-      sink.delta = array<const float*>(delta.data, queries, shape.heads, 1);
-      sink.dsink = dsink.data;
-      hopper::sink_gradient(sink, nullptr);
-    }
   }
 
   void truth(int64_t first, int64_t count, bool plain, Device<double>& dq,
@@ -182,104 +169,4 @@ struct Step {
   }
 };
 
-void check_case(const AttentionShape& shape) {
-  AttentionData data(shape);
-  data.wild_lists();
-  Step step(data);
-  step.dq.poison();
-  step.run();
-  ok(cudaDeviceSynchronize(), "backward");
-  const std::string name = "backward " + shape.name();
-  const int64_t T = shape.queries;
-  Device<double> dq(T * shape.heads * shape.head_dim), plain_dq(dq.size);
-  Device<double> dkv(shape.keys * shape.head_dim), plain_dkv(dkv.size);
-  dkv.zero();
-  plain_dkv.zero();
-  step.truth(0, T, false, dq, &dkv);
-  step.truth(0, T, true, plain_dq, &plain_dkv);
-  const auto want_dq = dq.host(), want_dkv = dkv.host();
-  const double dq_error = distance(widened(step.dq.host()), want_dq);
-  const double dq_plain = distance(plain_dq.host(), want_dq);
-  const double dkv_error = distance(step.dkv.host(), want_dkv);
-  const double dkv_plain = distance(plain_dkv.host(), want_dkv);
-  report(dq_error <= 2 * dq_plain && dkv_error <= 2 * dkv_plain,
-         name + text(": dq %.2e (plain %.2e), dkv %.2e (plain %.2e)", dq_error,
-                     dq_plain, dkv_error, dkv_plain));
-  if (T % 2 == 0) {
-    const auto dq_of_one = step.dq.host();
-    step.dq.poison();
-    step.run(2);
-    report(same_bits(dq_of_one, step.dq.host()) &&
-               distance(step.dkv.host(), want_dkv) <= 2 * dkv_plain,
-           name + ": the same as two rows");
-  }
-  // delta and dsink on the host.
-  const auto o = step.out.host(), d = step.dout.host();
-  const auto logs = step.lse.host();
-  const auto sinks = data.sink.host();
-  std::vector<double> delta(T * shape.heads), dsink(shape.heads);
-  for (int64_t i = 0; i < T * shape.heads; ++i) {
-    for (int c = 0; c < 512; ++c) {
-      delta[i] += static_cast<double>(__bfloat162float(o[i * 512 + c])) *
-                  static_cast<double>(__bfloat162float(d[i * 512 + c]));
-    }
-    const int64_t head = i % shape.heads;
-    if (!std::isinf(logs[i])) {
-      dsink[head] -= std::exp(sinks[head] - logs[i]) * delta[i];
-    }
-  }
-  const double delta_error = distance(step.delta.host(), delta);
-  const double sink_error = shape.sink ? distance(step.dsink.host(), dsink) : 0;
-  report(delta_error < 1e-5 && sink_error < 1e-5,
-         name + text(": delta %.1e, dsink %.1e", delta_error, sink_error));
-}
-
-}  // namespace
-
-void check_backward() {
-  check_case({2, 2, 64, 3, 576, false});
-  check_case({3, 70, 64, 64, 576, false});
-  check_case({5, 70, 64, 65, 576, true});
-  check_case({9, 300, 64, 128, 512, false});
-  check_case({30, 200, 64, 200, 512, true});
-  check_case({40, 500, 64, 200, 576, false});
-  check_case({12, 1000, 128, 321, 576, true});
-  check_case({20, 200, 16, 100, 576, false});
-  check_case({20, 200, 80, 33, 576, false});
-}
-
-void check_few_backward() {
-  check_case({9, 70, 64, 65, 576, true});
-  check_case({12, 200, 80, 133, 512, true});
-}
-
-void time_backward(bool all) {
-  struct Line {
-    AttentionShape shape;
-    double bar;
-  };
-  std::vector<Line> lines = {
-      {{4096, 4096, 64, 2048, 576, false}, 200},
-      {{16384, 16384, 64, 2048, 576, false}, 200},
-  };
-  if (all) {
-    lines.push_back({{65536, 65536, 64, 2048, 576, false}, 180});
-    lines.push_back({{16384, 16384, 128, 2048, 576, false}, 0});
-    lines.push_back({{16384, 16384, 64, 640, 512, true}, 0});
-  }
-  for (const Line& line : lines) {
-    const AttentionShape& shape = line.shape;
-    AttentionData data(shape);
-    Step step(data);
-    const double ms = time_ms([&] { step.run(); }, 3);
-    const double flop = 2.0 * shape.queries * shape.heads * shape.slots *
-                        (3 * shape.head_dim + 2 * 512);
-    std::printf("backward %s: %8.3f ms, %6.1f TFLOP/s (bar %.0f)\n",
-                shape.name().c_str(), ms, flop / ms / 1e9, line.bar);
-    const std::string name = "backward " + shape.name();
-    step.compare_dq(0, 4, name);
-    step.compare_dq(shape.queries - 3, 3, name);
-  }
-}
-
-}  // namespace longspan::bench
+}  // namespace longspan::test

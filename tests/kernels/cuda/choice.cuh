@@ -3,9 +3,9 @@
 #include <numeric>
 #include <utility>
 
-#include "bench/hopper/common.cuh"
+#include "tests/kernels/cuda/device.cuh"
 
-namespace longspan::bench {
+namespace longspan::test {
 
 /// The promise, by a stable sort.
 inline std::vector<int32_t> sorted_choice(const float* scores, int64_t keys,
@@ -64,4 +64,4 @@ struct CausalWindows {
   }
 };
 
-}  // namespace longspan::bench
+}  // namespace longspan::test
