@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/common/threads.h"
+#include "longspan/kernels/levels/levels.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 
 #include "commands.h"
 #include "longspan/core/check.h"
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "machine.h"
 #include "outcome.h"
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/attend_fused.h"
 #include "longspan/ops/threads.h"
 #include "longspan/ops/token_arrays.h"

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "longspan/core/check.h"
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/threads.h"
 #include "longspan/ops/token_arrays.h"

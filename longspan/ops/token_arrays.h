@@ -8,7 +8,7 @@
 
 #include "longspan/core/check.h"
 #include "longspan/core/token_range.h"
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

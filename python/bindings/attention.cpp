@@ -2,7 +2,7 @@
 
 #include "longspan/attention/attend.h"
 #include "longspan/core/check.h"
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/partial_attention.h"
 #include "python/bindings/bindings.h"
 

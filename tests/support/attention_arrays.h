@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "tests/oracle/attention.h"
 
 /// Arrays in the layouts and element types that kernels read and write, made

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/common/element.h"
 
 namespace longspan {
 

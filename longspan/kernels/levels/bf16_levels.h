@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 
 /// The levels above AVX-512, which multiply bfloat16 in pairs and run other
 /// types as AVX-512 does.

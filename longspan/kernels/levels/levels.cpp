@@ -5,9 +5,9 @@
 
 #include "longspan/core/check.h"
 #include "longspan/kernels/attend_selected/cpu/steps.h"
-#include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/attention/cpu/steps.h"
 #include "longspan/kernels/levels/bf16_levels.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/kernels/select_keys/cpu/steps.h"
 
 namespace longspan {

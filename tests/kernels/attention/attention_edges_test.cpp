@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 #include "tests/kernels/attention/attention_poisons.h"
 
 /// Infinities, NaNs, queries that see nothing, and every half-precision number.

@@ -1,5 +1,5 @@
-#include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/common/threads.h"
+#include "longspan/kernels/levels/levels.h"
 
 #include <gtest/gtest.h>
 

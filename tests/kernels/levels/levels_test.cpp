@@ -3,7 +3,7 @@
 
 #include <set>
 
-#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/levels/levels.h"
 
 namespace longspan {
 namespace {

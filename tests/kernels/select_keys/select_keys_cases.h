@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/common/threads.h"
+#include "longspan/kernels/levels/levels.h"
 #include "tests/kernels/attention/attention_cases.h"
 #include "tests/oracle/key_selection.h"
 #include "tests/support/attention_arrays.h"

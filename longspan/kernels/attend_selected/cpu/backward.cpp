@@ -1,7 +1,7 @@
 #include <vector>
 
 #include "longspan/kernels/attend_selected/cpu/jobs.h"
-#include "longspan/kernels/attention/cpu/jobs.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 
 namespace longspan {
 

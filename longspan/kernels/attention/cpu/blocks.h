@@ -5,12 +5,9 @@
 #include <vector>
 
 #include "longspan/core/key_lines.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 
 namespace longspan {
-
-/// Queries and keys in a block. Scores of a block (64 x 64 floats) fit the
-/// first cache, and the packed operands of a product the second.
-inline constexpr int kBlock = 64;
 
 /// Consecutive queries of one row, and query heads that share a key head.
 struct QueryBlock {

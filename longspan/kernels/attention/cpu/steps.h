@@ -4,6 +4,7 @@
 
 #include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/attention/cpu/blocks.h"
+#include "longspan/kernels/common/parallel.h"
 
 namespace longspan {
 

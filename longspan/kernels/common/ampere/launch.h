@@ -1,6 +1,5 @@
 #pragma once
 
-#include "longspan/kernels/attend_selected/attend_selected.h"
 #include "longspan/kernels/common/ampere/checks.h"
 
 namespace longspan::ampere {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "longspan/kernels/attention/cpu/jobs.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 #include "longspan/kernels/select_keys/cpu/steps.h"
 
 namespace longspan {

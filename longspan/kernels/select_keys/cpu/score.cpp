@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "longspan/kernels/attention/cpu/jobs.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 #include "longspan/kernels/select_keys/cpu/rows.h"
 #include "longspan/kernels/select_keys/cpu/steps.h"
 

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include "longspan/kernels/attention/cpu/jobs.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 #include "longspan/kernels/select_keys/cpu/candidates.h"
 #include "longspan/kernels/select_keys/cpu/rows.h"
 #include "longspan/kernels/select_keys/cpu/steps.h"

@@ -10,6 +10,16 @@
 namespace longspan {
 namespace {
 
+/// prefetch_rows for keys behind those at hand, which are likely to be next.
+inline void prefetch_keys(const TokenArray<const void*>& array, int64_t row,
+                          int64_t key_head, int64_t first, int64_t keys,
+                          int channels, int part, int parts) {
+  const int64_t left = keys - first;
+  const int rows = static_cast<int>(left < kKeysAtOnce ? left : kKeysAtOnce);
+  prefetch_rows(place_in<const uint16_t>(array, row, first, key_head),
+                array.token_stride, rows, channels, part, parts);
+}
+
 /// The scratch row of a panel's scores, and of a block's keys.
 constexpr int64_t kScoreStride = kPanel + 16;
 constexpr int64_t kKeyStride = kKeysAtOnce + 32;

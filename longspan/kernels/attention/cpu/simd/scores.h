@@ -1,5 +1,6 @@
 #pragma once
 
+#include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/attention/cpu/blocks.h"
 #include "longspan/kernels/common/cpu/simd/functions.h"
 #include "longspan/kernels/common/cpu/simd/multiply.h"

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "longspan/kernels/attention/cpu/bf16/panels.h"
 #include "longspan/kernels/common/cpu/bf16/transpose.h"
 #include "longspan/kernels/common/cpu/simd/pack.h"
 
@@ -94,16 +93,6 @@ inline void prefetch_rows(const T* from, int64_t stride, int rows, int n,
       __builtin_prefetch(from + row * stride + i, 0, 2);
     }
   }
-}
-
-/// The same for keys behind those at hand, which are likely to be next.
-inline void prefetch_keys(const TokenArray<const void*>& array, int64_t row,
-                          int64_t key_head, int64_t first, int64_t keys,
-                          int channels, int part, int parts) {
-  const int64_t left = keys - first;
-  const int rows = static_cast<int>(left < kKeysAtOnce ? left : kKeysAtOnce);
-  prefetch_rows(place_in<const uint16_t>(array, row, first, key_head),
-                array.token_stride, rows, channels, part, parts);
 }
 
 /// Elements of one (row, first token, head) of an array of bfloat16.

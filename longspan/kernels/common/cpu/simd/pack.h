@@ -2,9 +2,9 @@
 
 #include <utility>
 
-#include "longspan/kernels/attention/attention.h"
-#include "longspan/kernels/attention/cpu/blocks.h"
+#include "longspan/kernels/common/cpu/jobs.h"
 #include "longspan/kernels/common/cpu/simd/vectors.h"
+#include "longspan/kernels/common/element.h"
 
 /// Reads arrays of callers into scratch rows of the accumulation type.
 namespace longspan {
