@@ -3,17 +3,10 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-#include <type_traits>
+
+#include "longspan/core/errors.h"
 
 namespace longspan {
-
-/// A promise of the library itself was broken: a bug, never a caller's mistake.
-class InternalError : public std::logic_error {
- public:
-  explicit InternalError(const std::string& what)
-      : std::logic_error("longspan bug, please report: " + what) {}
-};
 
 /// Parts of a message, joined without separators.
 template <class... Parts>

@@ -1,4 +1,4 @@
-#include <longspan/core/work.h>
+#include <longspan/longspan.h>
 
 #include <cstdio>
 
@@ -10,4 +10,9 @@ int main() {
     std::printf("%lld\n", static_cast<long long>(work.pairs));
     if (work.pairs != 520) return 1;
   }
+  const auto layout = AttentionLayout::of(owners, {mask});
+  const AttentionShape shape{.heads = 8, .key_heads = 2};
+  const auto strategy = Strategy::named("ring", 4, shape.key_heads);
+  std::printf("%s\n%s\n", Plan::of(layout, strategy, 1).to_string().c_str(),
+              to_text(draw_plan(layout, strategy, shape)).c_str());
 }

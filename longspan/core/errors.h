@@ -1,0 +1,17 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace longspan {
+
+/// A promise of the library itself was broken: a bug, never a caller's mistake.
+/// Those are std::invalid_argument, and the outside world failing is a
+/// std::runtime_error.
+class InternalError : public std::logic_error {
+ public:
+  explicit InternalError(const std::string& what)
+      : std::logic_error("longspan bug, please report: " + what) {}
+};
+
+}  // namespace longspan
