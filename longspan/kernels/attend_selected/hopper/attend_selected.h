@@ -42,16 +42,4 @@ struct OutputDeltaArgs {
 };
 void output_delta(const OutputDeltaArgs& args, void* stream);
 
-/// dsink[h] = -sum over queries of exp(sink[h] - lse) * delta, always summed in
-/// the same order. `lse` is that of keys and sink; where it is infinite nothing
-/// moves.
-struct SinkGradientArgs {
-  int64_t rows = 0, queries = 0, heads = 0;
-  const float* sink = nullptr;   // [heads]
-  TokenArray<const float*> lse;  // [rows, queries, heads]
-  TokenArray<const float*> delta;
-  float* dsink = nullptr;  // [heads], written
-};
-void sink_gradient(const SinkGradientArgs& args, void* stream);
-
 }  // namespace longspan::hopper

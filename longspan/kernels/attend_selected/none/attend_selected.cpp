@@ -34,10 +34,6 @@ void output_delta(const OutputDeltaArgs& /*args*/, void* /*stream*/) {
   never("attend_selected");
 }
 
-void sink_gradient(const SinkGradientArgs& /*args*/, void* /*stream*/) {
-  never("attend_selected");
-}
-
 }  // namespace hopper
 
 namespace ampere {

@@ -77,11 +77,4 @@ void output_delta(const OutputDeltaArgs& args, void* stream) {
   check_launch("output_delta", cudaGetLastError());
 }
 
-void sink_gradient(const SinkGradientArgs& args, void* stream) {
-  if (args.heads == 0) return;
-  const auto blocks = static_cast<unsigned>((args.heads + 31) / 32);
-  sink_kernel<<<blocks, 1024, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  check_launch("sink_gradient", cudaGetLastError());
-}
-
 }  // namespace longspan::hopper

@@ -48,36 +48,4 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// A block takes 32 heads, a warp every 32nd query.
-__global__ void __launch_bounds__(1024)
-    sink_kernel(const __grid_constant__ SinkGradientArgs args) {
-  __shared__ float sums[32][33];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t head = int64_t{blockIdx.x} * 32 + lane;
-  float sum = 0.f;
-  if (head < args.heads) {
-    const float sink = args.sink[head];
-    const int64_t all = args.rows * args.queries;
-#pragma unroll 4
-    for (int64_t i = warp; i < all; i += 32) {
-      const int64_t query = i % args.queries, row = i / args.queries;
-      const float lse =
-          args.lse
-              .data[row * args.lse.row_stride + query * args.lse.token_stride +
-                    head * args.lse.head_stride];
-      const float delta = args.delta.data[row * args.delta.row_stride +
-                                          query * args.delta.token_stride +
-                                          head * args.delta.head_stride];
-      if (!isinf(lse)) sum = fmaf(expf(sink - lse), delta, sum);
-    }
-  }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp == 0 && head < args.heads) {
-    float total = 0.f;
-    for (int i = 0; i < 32; ++i) total += sums[i][lane];
-    args.dsink[head] = -total;
-  }
-}
-
 }  // namespace longspan::hopper
