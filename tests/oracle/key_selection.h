@@ -100,7 +100,7 @@ ScoreGradients<T> key_score_gradients(const ScoreProblem& p, int64_t slots,
         for (int64_t h = 0; h < p.heads; ++h) {
           const int64_t head = p.head(row, query, h);
           const T a = product<T>(p, row, query, h, key);
-          const T m = a > 0 ? g * static_cast<T>(p.weights[at(head)]) : T{0};
+          const T m = a <= 0 ? T{0} : g * static_cast<T>(p.weights[at(head)]);
           d.dweights[at(head)] += g * rectified(a);
           for (int64_t c = 0; c < p.channels; ++c) {
             const std::size_t in_q = at(head * p.channels + c);

@@ -661,6 +661,35 @@ def test_no_heads_and_diverged_heads_are_not_hidden(
     assert torch.autograd.grad(out.sum(), bad)[0].isnan().all()
 
 
+@devices
+@dtypes
+@pytest.mark.parametrize("heads", [3, 64])
+def test_a_nan_product_passes_the_gradient_of_a_score(
+    heads: int, dtype: torch.dtype, device: str
+) -> None:
+    """As torch's relu does; small integers, so that every sum is exact."""
+    g = torch.Generator().manual_seed(3)
+
+    def whole(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randint(-2, 3, sizes, generator=g).to(device, dtype)
+
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k = whole(3, heads, 64), whole(40, 64)
+    weights, change = whole(3, heads, dtype=sums), whole(3, 20, dtype=sums)
+    q[0, 1, 2] = k[5, 3] = float("nan")
+    lists = torch.stack([torch.arange(first, first + 20) for first in (20, 0, 10)])
+    lists[1, 1] = -1  # only query 1 lists key 5
+    lists = lists.int().to(device)
+    leaves = [x.requires_grad_() for x in (q, k, weights)]
+    got = torch.autograd.grad(ops.score_selected(q, k, weights, lists), leaves, change)
+    products = torch.einsum("qhd,qsd->qhs", q.double(), k.double()[lists.clamp_min(0)])
+    scores = (products.relu() * weights.double().unsqueeze(-1)).sum(1)
+    expected = torch.autograd.grad(scores, leaves, change.double().masked_fill(lists < 0, 0))
+    for mine, relu in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, relu, rtol=0, atol=0, equal_nan=True)
+    assert got[0][0, 1].isfinite().all() and got[0][2].isfinite().all()
+
+
 def test_select_keys_refuses_what_does_not_fit() -> None:
     q, k, w = torch.randn(5, 4, 8), torch.randn(9, 8), torch.randn(5, 4)
     window = torch.zeros(5, dtype=torch.int32)

@@ -227,6 +227,56 @@ TEST(KeySelectionEdges, DerivativesAreThoseOfDifferences) {
   }
 }
 
+/// Small integers, so that every sum is exact in every type: a head whose
+/// product is NaN passes its gradient, as torch's relu does.
+TEST(KeySelectionEdges, DerivativesPassWhereAProductIsNaN) {
+  const SelectionCase c{.name = "poisoned",
+                        .queries = 3,
+                        .keys = 20,
+                        .heads = 3,
+                        .channels = 7,
+                        .slots = 20};
+  oracle::ScoreProblem p = problem_of(c, ElementType::float64);
+  test::Random random(5);
+  const auto whole = [&](Values& values) {
+    for (double& value : values) value = random.pick<double>({-2, -1, 0, 1, 2});
+  };
+  for (Values* values : {&p.q, &p.k, &p.weights}) whole(*values);
+  p.q[at(c.channels + 2)] = NAN;      // query 0, head 1
+  p.k[at(5 * c.channels + 3)] = NAN;  // key 5
+  std::vector<int32_t> lists;
+  for (int64_t i = 0; i < c.queries * c.slots; ++i) {
+    lists.push_back(i % c.slots == 5 && i > 2 * c.slots  // not of query 2
+                        ? -1
+                        : static_cast<int32_t>(i % c.slots));
+  }
+  Values changes(lists.size());
+  whole(changes);
+  const auto exact =
+      oracle::key_score_gradients<double>(p, c.slots, lists, changes);
+  const auto expect = [](const Values& got, const Values& wanted) {
+    ASSERT_EQ(got.size(), wanted.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (std::isnan(wanted[i])) {
+        EXPECT_TRUE(std::isnan(got[i])) << i;
+      } else {
+        EXPECT_EQ(got[i], wanted[i]) << i;
+      }
+    }
+  };
+  for (ElementType type : kTypes) {
+    const SelectionArrays arrays(c, type, p);
+    for (const AttentionKernels& kernels : attention_kernels()) {
+      SCOPED_TRACE(kernels.name);
+      const auto got =
+          score_backward(kernels.selection, arrays, c.slots, lists, changes);
+      expect(got.dq.values(), exact.dq);
+      expect(got.dk.values(), exact.dk);
+      expect(got.dweights.values(), exact.dweights);
+    }
+  }
+}
+
 /// Keys of a list may be anywhere in several groups, which are met in rounds.
 TEST(KeySelectionEdges, DerivativesOfManyRoundsAreAdded) {
   const SelectionCase c{.name = "rounds",

@@ -5,7 +5,8 @@
 namespace longspan {
 namespace {
 
-/// With a = q k and m = dscore * weight where a > 0, else 0:
+/// With a = q k and m = 0 where a <= 0, else dscore * weight (so where a is
+/// NaN, as torch's relu has it):
 /// dweights[h] += sum_j dscore_j max(0, a), dq[h] += sum_j m k_j,
 /// dk_j += sum_h m q_h. Products with m are in the accumulation type, those of
 /// q and k the same as in scores.
@@ -44,7 +45,7 @@ T differentiate_head(T* changes, const T* dscores, T weight, int columns) {
   for (int i = 0; i < columns; i += kLanes<T>) {
     const Vector<T> a = load(changes + i), g = load(dscores + i);
     sum = multiply_add(g, rectified<T>(a), sum);
-    store(changes + i, a > zero ? g * weight : zero);
+    store(changes + i, a <= zero ? zero : g * weight);
   }
   T total = 0;
   for (int lane = 0; lane < kLanes<T>; ++lane) total += sum[lane];
