@@ -7,8 +7,8 @@
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/selected_run.h"
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/registering.h"
-#include "longspan/ops/selected_inputs.h"
 
 namespace longspan {
 

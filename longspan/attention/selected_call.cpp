@@ -7,7 +7,7 @@
 #include "longspan/core/even_pieces.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan::selected {
 

@@ -4,10 +4,10 @@
 
 #include "longspan/attention/selected_call.h"
 #include "longspan/core/check.h"
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
-#include "longspan/ops/selected_inputs.h"
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan::selected {
 

@@ -8,12 +8,12 @@
 #include <tuple>
 
 #include "longspan/core/check.h"
+#include "longspan/ops/attend_selected/composite.h"
+#include "longspan/ops/attend_selected/cpu.h"
+#include "longspan/ops/attend_selected/cuda.h"
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"
-#include "longspan/ops/selected_composite.h"
-#include "longspan/ops/selected_cpu.h"
-#include "longspan/ops/selected_cuda.h"
-#include "longspan/ops/selected_inputs.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {

@@ -13,7 +13,7 @@
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/registering.h"
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan {
 

@@ -8,13 +8,13 @@
 #include <tuple>
 
 #include "longspan/core/check.h"
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/registering.h"
-#include "longspan/ops/selected_inputs.h"
-#include "longspan/ops/selection_cpu.h"
-#include "longspan/ops/selection_cuda.h"
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/cpu.h"
+#include "longspan/ops/select_keys/cuda.h"
+#include "longspan/ops/select_keys/inputs.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {

@@ -1,4 +1,4 @@
-#include "longspan/ops/selected_cpu.h"
+#include "longspan/ops/attend_selected/cpu.h"
 
 #include <ATen/ATen.h>
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "longspan/ops/select_keys.h"
-#include "longspan/ops/selection_composite.h"
+#include "longspan/ops/select_keys/composite.h"
 
 namespace longspan {
 

@@ -1,4 +1,4 @@
-#include "longspan/ops/selected_composite.h"
+#include "longspan/ops/attend_selected/composite.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "longspan/ops/selection_cpu.h"
+#include "longspan/ops/select_keys/cpu.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "longspan/ops/selected_inputs.h"
+#include "longspan/ops/attend_selected/inputs.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "longspan/ops/selection_cuda.h"
+#include "longspan/ops/select_keys/cuda.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>

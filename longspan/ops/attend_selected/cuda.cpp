@@ -1,4 +1,4 @@
-#include "longspan/ops/selected_cuda.h"
+#include "longspan/ops/attend_selected/cuda.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "longspan/ops/selected_composite.h"
+#include "longspan/ops/attend_selected/composite.h"
 
 namespace longspan {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "longspan/ops/selection_composite.h"
+#include "longspan/ops/select_keys/composite.h"
 
 namespace longspan {
 

@@ -1,13 +1,13 @@
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/inputs.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 
 #include "longspan/core/check.h"
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
-#include "longspan/ops/selected_inputs.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {

@@ -1,4 +1,4 @@
-#include "longspan/ops/selection_composite.h"
+#include "longspan/ops/select_keys/composite.h"
 
 #include <ATen/ATen.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/partial_attention.h"
-#include "longspan/ops/selected_inputs.h"
 
 namespace longspan {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "longspan/ops/selection_inputs.h"
+#include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "longspan/ops/selected_composite.h"
+#include "longspan/ops/attend_selected/composite.h"
 
 namespace longspan {
 
