@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "longspan/attention/rank_layout.h"
 #include "longspan/attention/run.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/attend_tiles.h"
@@ -26,7 +27,7 @@ Tensors2 attend_meta(const at::Tensor& q, const at::Tensor& k,
   check(q.is_meta(), "attend: `layout` is on meta, which holds no values; ",
         "keep what attention_layout made on the CPU");
   auto sizes = q.sym_sizes().vec();
-  const auto options = q.options().dtype(accumulation_type(q.scalar_type()));
+  const auto options = sums_like(q);
   const auto without_channels =
       c10::SymIntArrayRef(sizes).slice(0, sizes.size() - 1).vec();
   sizes.back() = v.sym_size(-1);
@@ -176,6 +177,15 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       layout_tensor(layout), scale, options.softcap, options.strategy,
       options.head_ranks, group.name());
   return {out, lse};
+}
+
+std::shared_ptr<const Plan> plan_for(const at::Tensor& layout,
+                                     const std::string& strategy,
+                                     int head_ranks, int64_t key_heads,
+                                     int64_t rows, const Group& group) {
+  return RankLayout::of("attend", layout, group)
+      ->plan(Strategy::named(strategy, group.size(), key_heads, head_ranks),
+             rows);
 }
 
 TORCH_LIBRARY_FRAGMENT(longspan, m) {

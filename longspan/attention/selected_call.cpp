@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "longspan/attention/selected_work.h"
 #include "longspan/core/check.h"
 #include "longspan/core/even_pieces.h"
@@ -17,7 +19,7 @@ namespace {
 /// are gathered, and the host waits for them.
 std::vector<TokenRange> even_pieces_of(const Call& call,
                                        const KeyWindows& windows) {
-  const at::Tensor lengths = (windows.end - windows.start)
+  const at::Tensor lengths = (windows.end - windows.begin)
                                  .clamp_min(0)
                                  .sum(at::IntArrayRef({0}), false, at::kLong);
   const at::Tensor sums =
@@ -43,7 +45,10 @@ Call::Call(const char* who, const std::string& purpose, const at::Tensor& q,
           " ranks need an ownership; give `ownership` or `layout`");
     return;
   }
-  traffic_.layout = SelectedLayout::of(who, *layout, ranks);
+  traffic_.layout = RankLayout::of(who, *layout, ranks);
+  check(traffic_.layout->tokens() < std::numeric_limits<int32_t>::max(), who,
+        ": the stream has ", traffic_.layout->tokens(),
+        " tokens; keys are counted in 32 bits");
   const int64_t held = traffic_.layout->local_tokens();
   check(q.size(-3) == held, who, ": `q` is ", describe(q), " but rank ",
         ranks.rank(), " holds ", held, " tokens");
@@ -100,7 +105,7 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
   const Traffic& traffic = call.traffic();
   const at::Tensor q_in = call.with_row(q), w_in = call.with_row(weights);
   if (!balanced || traffic.group.size() == 1) {
-    return select_keys(q_in, all_keys, w_in, windows.borders.start,
+    return select_keys(q_in, all_keys, w_in, windows.borders.begin,
                        windows.borders.end, slots, scores);
   }
   const auto swapped = [](const at::Tensor& t) { return t.transpose(0, 1); };
@@ -109,7 +114,7 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
                             : traffic.layout->even_pieces(q_in.size(0)));
   std::vector<at::Tensor> leaving = {swapped(q_in), swapped(w_in)};
   if (windows.came) {
-    leaving.push_back(swapped(windows.borders.start));
+    leaving.push_back(swapped(windows.borders.begin));
     leaving.push_back(swapped(windows.borders.end));
   }
   const auto work = trade.to_workers(leaving, "index queries");
@@ -118,7 +123,7 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
                    : traffic.layout->windows(who, trade.queries(), call.rows(),
                                              q.device());
   const Selection found =
-      select_keys(swapped(work[0]), all_keys, swapped(work[1]), borders.start,
+      select_keys(swapped(work[0]), all_keys, swapped(work[1]), borders.begin,
                   borders.end, slots, scores);
   const auto owned = trade.to_owners(
       {swapped(found.indices), swapped(found.scores)}, "selections");

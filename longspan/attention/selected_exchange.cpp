@@ -96,7 +96,7 @@ FetchedKeys::FetchedKeys(const at::Tensor& lists, Fetch fetch, Traffic traffic)
 }
 
 void FetchedKeys::ask(const at::Tensor& lists) {
-  const SelectedLayout& layout = *traffic_.layout;
+  const RankLayout& layout = *traffic_.layout;
   const int64_t tokens = layout.tokens(), all = tokens * rows_;
   check(all < std::numeric_limits<int32_t>::max(), traffic_.purpose, ": ",
         rows_, " rows of ", tokens,

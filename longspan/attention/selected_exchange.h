@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "longspan/attention/selected_layout.h"
+#include "longspan/attention/rank_layout.h"
 #include "longspan/comm/carry.h"
 #include "longspan/comm/group.h"
 
@@ -26,7 +26,7 @@ std::string name_of(Fetch fetch);
 struct Traffic {
   Group group;
   /// Null where one rank holds the stream as it lies.
-  std::shared_ptr<const SelectedLayout> layout;
+  std::shared_ptr<const RankLayout> layout;
   std::string purpose;  ///< "selected attention forward"
 
   /// Whether everything is here already, in the order of the stream.

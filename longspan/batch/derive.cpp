@@ -38,22 +38,6 @@ at::Tensor int32_list(std::span<const int64_t> values, const char* who) {
   return result;
 }
 
-template <class Index>
-KeyWindows windows(const Mask& mask, const std::vector<TokenRange>& tokens,
-                   at::ScalarType dtype) {
-  const int64_t count = count_tokens(tokens);
-  KeyWindows result{at::empty({count}, at::TensorOptions(dtype)),
-                    at::empty({count}, at::TensorOptions(dtype))};
-  Index* begin = result.begin.mutable_data_ptr<Index>();
-  Index* end = result.end.mutable_data_ptr<Index>();
-  for (TokenRange range : tokens) {
-    write_key_windows(mask, range, begin, end);
-    begin += range.size();
-    end += range.size();
-  }
-  return result;
-}
-
 }  // namespace
 
 at::Tensor padding_mask(const Packing& packing,
@@ -71,12 +55,6 @@ at::Tensor document_ids(const Packing& packing,
   return filled<int64_t>(at::kLong, packing, tokens, write_document_ids);
 }
 
-KeyWindows key_windows(const Mask& mask,
-                       const std::vector<TokenRange>& tokens) {
-  return mask.keys() <= kMaxInt32 ? windows<int32_t>(mask, tokens, at::kInt)
-                                  : windows<int64_t>(mask, tokens, at::kLong);
-}
-
 at::Tensor padding_mask(const Packing& packing) {
   return padding_mask(packing, everything(packing.tokens()));
 }
@@ -87,10 +65,6 @@ at::Tensor position_ids(const Packing& packing) {
 
 at::Tensor document_ids(const Packing& packing) {
   return document_ids(packing, everything(packing.tokens()));
-}
-
-KeyWindows key_windows(const Mask& mask) {
-  return key_windows(mask, everything(mask.queries()));
 }
 
 at::Tensor cumulative_lengths(const Packing& packing) {

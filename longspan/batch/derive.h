@@ -7,6 +7,7 @@
 #include "longspan/batch/layout.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/packing.h"
+#include "longspan/ops/key_windows.h"
 
 namespace longspan {
 
@@ -25,14 +26,5 @@ at::Tensor document_ids(const Packing& packing,
 /// int32 [documents + 1]; an error where a total does not fit.
 at::Tensor cumulative_lengths(const Packing& packing);
 at::Tensor cumulative_padded_lengths(const Packing& packing);
-
-/// Per query the half-open window of its keys, [begin, end), int32 unless the
-/// stream is longer than 2^31 - 1 tokens; [0, 0) for queries that see nothing.
-struct KeyWindows {
-  at::Tensor begin;
-  at::Tensor end;
-};
-KeyWindows key_windows(const Mask& mask);
-KeyWindows key_windows(const Mask& mask, const std::vector<TokenRange>& tokens);
 
 }  // namespace longspan

@@ -62,9 +62,9 @@ std::tuple<at::Tensor, at::Tensor> windows(
 
 }  // namespace
 
-DocumentWindows document_windows(const at::Tensor& cu,
-                                 const std::optional<at::Tensor>& cu_padded,
-                                 int64_t tokens) {
+KeyWindows document_windows(const at::Tensor& cu,
+                            const std::optional<at::Tensor>& cu_padded,
+                            int64_t tokens) {
   auto [start, end] = windows(cu, cu_padded, tokens);
   return {start, end};
 }

@@ -4,16 +4,12 @@
 
 #include <optional>
 
+#include "longspan/ops/key_windows.h"
+
 namespace longspan {
 
-/// Per token the keys [start, end) that it sees, int32 [tokens].
-struct DocumentWindows {
-  at::Tensor start;
-  at::Tensor end;
-};
-
-/// Causal key windows of a stream of documents, made where the offsets are:
-/// once a batch, and nothing is read back to the host.
+/// Causal key windows of a stream of documents, int32 [tokens], made where the
+/// offsets are: once a batch, and nothing is read back to the host.
 ///
 /// cu are the offsets of the documents, integers [documents + 1] from 0 on.
 /// With pads between them, slots begin and end at cu_padded: a token sees the
@@ -24,8 +20,8 @@ struct DocumentWindows {
 /// fall, or documents longer than their slots, make windows without a meaning.
 ///
 /// torch.ops.longspan.document_windows(cu, cu_padded, tokens) -> (start, end)
-DocumentWindows document_windows(const at::Tensor& cu,
-                                 const std::optional<at::Tensor>& cu_padded,
-                                 int64_t tokens);
+KeyWindows document_windows(const at::Tensor& cu,
+                            const std::optional<at::Tensor>& cu_padded,
+                            int64_t tokens);
 
 }  // namespace longspan

@@ -30,7 +30,7 @@ std::vector<Ownership> ownerships(int ranks) {
 Traffic traffic(const Group& group, const Ownership& ownership) {
   const auto layout =
       AttentionLayout::of(ownership, {Mask::causal(Packing::single(kTokens))});
-  return {group, SelectedLayout::of("test", layout_tensor(layout), group),
+  return {group, RankLayout::of("test", layout_tensor(layout), group),
           "test"};
 }
 

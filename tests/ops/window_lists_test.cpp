@@ -48,10 +48,10 @@ TEST(HideListed, LeavesWhatTheMaskShows) {
 
 TEST(DocumentWindows, ReachToTheEndOfTheStream) {
   const auto padded = document_windows(ints({0, 2, 5}), ints({0, 4, 8}), 9);
-  EXPECT_EQ(list(padded.start), (Ints{0, 0, 0, 0, 4, 4, 4, 4, 8}));
+  EXPECT_EQ(list(padded.begin), (Ints{0, 0, 0, 0, 4, 4, 4, 4, 8}));
   EXPECT_EQ(list(padded.end), (Ints{1, 2, 2, 2, 5, 6, 7, 7, 9}));
   const auto compact = document_windows(ints({0, 2, -1000}), std::nullopt, 3);
-  EXPECT_EQ(list(compact.start), (Ints{0, 0, 2}));
+  EXPECT_EQ(list(compact.begin), (Ints{0, 0, 2}));
   EXPECT_EQ(list(compact.end), (Ints{1, 2, 3}));
 }
 
