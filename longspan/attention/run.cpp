@@ -79,17 +79,15 @@ Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& q,
                         int64_t tokens, int64_t heads, int64_t channels) {
   const int64_t rows = q.dim() == 4 ? q.size(0) : 1;
   return Accumulator(
-      kind, {rows, tokens, heads, channels},
-      q.options().dtype(accumulation_type(q.scalar_type())),
+      kind, {rows, tokens, heads, channels}, sums_like(q),
       q.dim() == 4 ? MemoryOrder::heads_first : MemoryOrder::tokens_first);
 }
 
 /// The same for heads that came by a trade.
 Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& like,
                         int64_t channels) {
-  return Accumulator(
-      kind, {like.size(0), like.size(1), like.size(2), channels},
-      like.options().dtype(accumulation_type(like.scalar_type())));
+  return Accumulator(kind, {like.size(0), like.size(1), like.size(2), channels},
+                     sums_like(like));
 }
 
 /// The tensor with the strides of another, unless their shapes differ.

@@ -13,6 +13,7 @@
 #include "longspan/ops/attend_selected/cuda.h"
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/output_delta.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/token_arrays.h"
 
@@ -69,8 +70,7 @@ Tensors3 backward(const at::Tensor& dout, const at::Tensor& q,
   SelectedResult result;
   result.dout = with_row(dout).contiguous();
   result.lse = with_sink(with_row(lse), in.sink).contiguous();
-  result.delta = output_delta(with_row(out), result.dout)
-                     .masked_fill_(at::isneginf(with_row(lse)), 0);
+  result.delta = output_delta(with_row(out), result.dout, with_row(lse));
   const SelectedSums gradients =
       q.is_cpu() ? attend_selected_backward_cpu(in, result)
                  : attend_selected_backward_cuda(in, result);

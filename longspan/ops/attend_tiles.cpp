@@ -7,6 +7,7 @@
 #include "longspan/core/check.h"
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/attend_fused.h"
+#include "longspan/ops/output_delta.h"
 #include "longspan/ops/threads.h"
 #include "longspan/ops/token_arrays.h"
 
@@ -54,10 +55,7 @@ std::string which_kernel(const AttentionInputs& inputs,
 
 const at::Tensor& AttentionAnswer::delta() const {
   if (!known_delta.defined()) {
-    const auto sums = accumulation_type(out.scalar_type());
-    known_delta = (out.to(sums) * dout.to(sums))
-                      .sum(3)
-                      .masked_fill_(at::isneginf(lse), 0);
+    known_delta = output_delta(out, dout, lse);
   }
   return known_delta;
 }

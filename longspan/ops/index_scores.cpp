@@ -24,10 +24,6 @@ using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 constexpr int64_t kScores = 4 << 20;  // queries x keys at a time
 
-at::TensorOptions sums_of(const at::Tensor& q) {
-  return q.options().dtype(accumulation_type(q.scalar_type()));
-}
-
 void check_scores(const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& weights, const OptionalTensor& start,
                   const OptionalTensor& end) {
@@ -100,7 +96,7 @@ at::Tensor scores(const at::Tensor& q, const at::Tensor& k,
   check_scores(q, k, weights, start, end);
   const auto in = IndexerInputs::of(q, k, weights);
   at::Tensor all =
-      at::zeros({in.q.size(0), in.q.size(1), in.k.size(1)}, sums_of(q));
+      at::zeros({in.q.size(0), in.q.size(1), in.k.size(1)}, sums_like(q));
   each_chunk(in, [&](Chunk& chunk) {
     at::Tensor here = chunk.of(all);
     for (int64_t head = 0; head < in.q.size(2); ++head) {
@@ -121,9 +117,9 @@ Tensors3 scores_backward(const at::Tensor& dscores, const at::Tensor& q,
   check_scores(q, k, weights, start, end);
   const auto in = IndexerInputs::of(q, k, weights);
   const at::Tensor given = q.dim() == 4 ? dscores : dscores.unsqueeze(0);
-  at::Tensor dq = at::zeros(in.q.sizes(), sums_of(q));
-  at::Tensor dk = at::zeros(in.k.sizes(), sums_of(q));
-  at::Tensor dweights = at::zeros(in.weights.sizes(), sums_of(q));
+  at::Tensor dq = at::zeros(in.q.sizes(), sums_like(q));
+  at::Tensor dk = at::zeros(in.k.sizes(), sums_like(q));
+  at::Tensor dweights = at::zeros(in.weights.sizes(), sums_like(q));
   each_chunk(in, [&](Chunk& chunk) {
     at::Tensor g = chunk.of(given);
     if (start) {
@@ -151,7 +147,7 @@ at::Tensor scores_meta(const at::Tensor& q, const at::Tensor& k,
   auto sizes =
       q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 2)).vec();
   sizes.push_back(k.sym_size(-2));
-  return at::empty_symint(sizes, sums_of(q));
+  return at::empty_symint(sizes, sums_like(q));
 }
 
 Tensors3 scores_backward_meta(const at::Tensor& /*dscores*/,

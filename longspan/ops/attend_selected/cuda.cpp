@@ -6,7 +6,6 @@
 #include "longspan/core/check.h"
 #include "longspan/kernels/attend_selected/ampere/attend_selected.h"
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
-#include "longspan/kernels/common/device.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/partial_attention.h"
@@ -127,27 +126,6 @@ at::Tensor selected_weights_cuda(const SelectedInputs& in,
   args.weights = array_of<void*>(weights);
   kernel->run(args, current_stream(in.q));
   return weights;
-}
-
-at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout) {
-  const c10::OptionalDeviceGuard guard(out.device());
-  constexpr int kHopper = 90;
-  if (!out.is_cuda() || out.scalar_type() != at::kBFloat16 ||
-      out.size(-1) % 8 != 0 || device_generation() != kHopper) {
-    const auto sums = accumulation_type(out.scalar_type());
-    return (out.to(sums) * dout.to(sums)).sum(-1);
-  }
-  at::Tensor delta = at::empty(out.sizes().slice(0, 3), sums_like(out));
-  const at::Tensor a = with_aligned_rows(out), b = with_aligned_rows(dout);
-  hopper::output_delta({.rows = out.size(0),
-                        .queries = out.size(1),
-                        .heads = out.size(2),
-                        .value_dim = static_cast<int>(out.size(3)),
-                        .out = array_of<const void*>(a),
-                        .dout = array_of<const void*>(b),
-                        .delta = array_of<float*>(delta)},
-                       current_stream(out));
-  return delta;
 }
 
 }  // namespace longspan

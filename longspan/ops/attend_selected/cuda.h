@@ -19,8 +19,4 @@ at::Tensor selected_weights_cuda(const SelectedInputs& in,
 std::string which_selected_kernel_cuda(const SelectedInputs& in,
                                        SelectedWork work);
 
-/// The sum over channels of out * dout, [B, Tq, H] in the accumulation type, on
-/// any device.
-at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout);
-
 }  // namespace longspan
