@@ -2,15 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <string>
-#include <tuple>
+
+#include "longspan/ops/tensors.h"
 
 namespace longspan {
-
-using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
-using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using OptionalTensor = std::optional<at::Tensor>;
 
 /// Checks what came as far as shapes go: the same on every rank, and all that
 /// tracing can see.

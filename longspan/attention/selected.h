@@ -13,8 +13,8 @@
 
 namespace longspan {
 
-/// Selected-key attention over the ranks of a group: what one rank gives for
-/// these queries, whatever the ownership.
+/// Selected-key attention, on one rank or over the ranks of a group: what one
+/// rank gives for these queries, whatever the ownership.
 ///
 /// Queries, rows of keys (`kv`) and index keys are those of the rank's own
 /// tokens in the ownership's local order; `indices` and windows are tokens of
@@ -57,16 +57,20 @@ struct SelectOptions {
 /// The keys of each query, tokens of the stream. Index keys are gathered;
 /// scores carry gradients to q, k and weights where asked for.
 ///
-/// torch.ops.longspan.select_keys_ranks(q, k, weights, start, end, layout,
-/// slots, scores, balanced, group) -> (scores, indices)
+/// torch.ops.longspan.select_keys(q, k, weights, start, end, slots, scores,
+/// balanced=False, layout=None, group="") -> (scores, indices)
+Selection select_keys(const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& weights, const SelectOptions& options);
 Selection select_keys(const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& weights, const AttentionLayout& layout,
                       const Group& group, const SelectOptions& options);
 
-/// The scores of given keys.
+/// The scores of given keys, differentiable in q, k and weights.
 ///
-/// torch.ops.longspan.score_selected_ranks(q, k, weights, indices, layout,
-/// fetch, group)
+/// torch.ops.longspan.score_selected(q, k, weights, indices, layout=None,
+/// fetch="gathered", group="")
+at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
+                          const at::Tensor& weights, const at::Tensor& indices);
 at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& weights, const at::Tensor& indices,
                           const AttentionLayout& layout, const Group& group,
@@ -74,8 +78,11 @@ at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
 
 /// Attention to given keys; a layer may use the selection of an earlier one.
 ///
-/// torch.ops.longspan.attend_selected_ranks(q, kv, indices, sink, layout,
-/// scale, value_dim, fetch, group) -> (out, lse)
+/// torch.ops.longspan.attend_selected(q, kv, indices, sink, scale, value_dim,
+/// layout=None, fetch="gathered", group="") -> (out, lse)
+SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
+                               const at::Tensor& indices,
+                               const SelectedOptions& options);
 SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
                                const at::Tensor& indices,
                                const AttentionLayout& layout,
@@ -83,10 +90,14 @@ SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
                                const SelectedOptions& options,
                                Fetch fetch = Fetch::gathered);
 
-/// What the heads look at, for index_loss.
+/// What the heads look at, for index_loss: [Tq, slots], or [Tq, G, slots].
+/// Nobody's gradient goes through it.
 ///
-/// torch.ops.longspan.selected_weights_ranks(q, kv, indices, lse, sink, layout,
-/// scale, fetch, group)
+/// torch.ops.longspan.selected_weights(q, kv, indices, lse, sink, scale,
+/// layout=None, fetch="gathered", group="")
+at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
+                            const at::Tensor& indices, const at::Tensor& lse,
+                            const SelectedOptions& options);
 at::Tensor selected_weights(const at::Tensor& q, const at::Tensor& kv,
                             const at::Tensor& indices, const at::Tensor& lse,
                             const AttentionLayout& layout, const Group& group,
@@ -112,8 +123,13 @@ struct LayerAnswer {
 /// asked for, else kv alone.
 ///
 /// torch.ops.longspan.select_and_attend(q, kv, index_q, index_k, weights,
-/// start, end, sink, layout, slots, scale, value_dim, scores, target, balanced,
-/// fetch, group) -> (out, lse, scores, target, indices)
+/// start, end, sink, slots, scale, value_dim, scores=False, target=False,
+/// balanced=False, layout=None, fetch="gathered", group="")
+/// -> (out, lse, scores, target, indices)
+LayerAnswer select_and_attend(const SelectedLayer& layer,
+                              const SelectOptions& selection,
+                              const SelectedOptions& attention,
+                              bool with_target = false);
 LayerAnswer select_and_attend(const SelectedLayer& layer,
                               const AttentionLayout& layout, const Group& group,
                               const SelectOptions& selection,

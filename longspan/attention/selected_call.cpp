@@ -4,11 +4,11 @@
 
 #include <limits>
 
+#include "longspan/attention/attend.h"
 #include "longspan/attention/selected_work.h"
 #include "longspan/core/check.h"
 #include "longspan/core/even_pieces.h"
 #include "longspan/ops/checks.h"
-#include "longspan/ops/registering.h"
 #include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan::selected {
@@ -34,18 +34,58 @@ std::vector<TokenRange> even_pieces_of(const Call& call,
 
 }  // namespace
 
-Call::Call(const char* who, const std::string& purpose, const at::Tensor& q,
-           const OptionalTensor& layout, const std::string& group)
-    : traffic_{Group::named(group), nullptr, purpose},
-      has_rows_(q.dim() == 4),
-      rows_(has_rows_ ? q.size(0) : 1) {
-  const Group& ranks = traffic_.group;
-  if (!layout) {
-    check(ranks.size() == 1, who, ": ", ranks.size(),
+Where Where::of(const AttentionLayout& layout, const Group& group,
+                Fetch fetch) {
+  return {layout_tensor(layout), name_of(fetch), group.name()};
+}
+
+bool Where::is_here(const char* who) const {
+  fetch_named(who, fetch);
+  if (layout) return false;
+  if (!group.empty()) {
+    const int ranks = Group::named(group).size();
+    check(ranks == 1, who, ": ", ranks,
           " ranks need an ownership; give `ownership` or `layout`");
-    return;
   }
-  traffic_.layout = RankLayout::of(who, *layout, ranks);
+  return true;
+}
+
+void check_meta(const char* who, const at::Tensor& q) {
+  check(q.is_meta(), who, ": `layout` is on meta, which holds no values; ",
+        "keep what attention_layout made on the CPU");
+}
+
+void check_keys(const char* who, const char* name, const at::Tensor& k,
+                const at::Tensor& q, const OptionalTensor& layout) {
+  if (!layout) return;
+  check(k.sym_size(q.dim() - 3) == q.sym_size(-3), who, ": `", name, "` is ",
+        describe(k), " but `q` ", describe(q),
+        "; each rank brings the keys of its own tokens");
+}
+
+void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
+                  const at::Tensor& weights, const OptionalTensor& start,
+                  const OptionalTensor& end, const OptionalTensor& layout,
+                  const c10::SymInt& slots) {
+  check_indexer(who, q, k, weights);
+  check_slots(who, slots);
+  check(start.has_value() == end.has_value(), who,
+        ": one of `start` and `end` is missing; give both or none");
+  if (start) {
+    check_window(who, "start", *start, queries_of(q), q.device());
+    check_window(who, "end", *end, queries_of(q), q.device());
+  }
+  check_keys(who, "k", k, q, layout);
+}
+
+Call::Call(const char* who, const std::string& purpose, const at::Tensor& q,
+           const Where& where)
+    : q_(q),
+      traffic_{Group::named(where.group), nullptr, purpose},
+      fetch_(fetch_named(who, where.fetch)) {
+  if (where.is_here(who)) return;
+  const Group& ranks = traffic_.group;
+  traffic_.layout = RankLayout::of(who, *where.layout, ranks);
   check(traffic_.layout->tokens() < std::numeric_limits<int32_t>::max(), who,
         ": the stream has ", traffic_.layout->tokens(),
         " tokens; keys are counted in 32 bits");
@@ -54,8 +94,8 @@ Call::Call(const char* who, const std::string& purpose, const at::Tensor& q,
         ranks.rank(), " holds ", held, " tokens");
 }
 
-at::Tensor Call::as_given(const at::Tensor& t, at::IntArrayRef queries) const {
-  auto sizes = queries.vec();
+at::Tensor Call::as_given(const at::Tensor& t) const {
+  auto sizes = q_.sizes().slice(0, q_.sizes().size() - 2).vec();
   const auto rest = t.sizes().slice(2);
   sizes.insert(sizes.end(), rest.begin(), rest.end());
   return t.reshape(sizes).contiguous();
@@ -68,34 +108,33 @@ at::Tensor Call::tokens_first(const at::Tensor& keys) const {
 
 at::Tensor Call::like_keys(const at::Tensor& tokens,
                            const at::Tensor& keys) const {
-  return tokens.transpose(0, 1)
-      .to(keys.scalar_type())
-      .reshape(keys.sizes())
-      .contiguous();
+  return tokens.transpose(0, 1).reshape(keys.sizes()).contiguous();
 }
 
 at::Tensor Call::grouped(const at::Tensor& rows, const at::Tensor& kv) const {
-  const bool has_groups = kv.dim() == (has_rows_ ? 4 : 3);
-  return has_groups ? rows.unflatten(-1, {kv.size(-2), kv.size(-1)}) : rows;
+  return kv.dim() == q_.dim() ? rows.unflatten(-1, {kv.size(-2), kv.size(-1)})
+                              : rows;
+}
+
+KeyWindows causal_windows(const char* who, const at::Tensor& q, int64_t keys) {
+  check(q.size(-3) == keys, who, ": `q` is ", describe(q), " over ", keys,
+        " keys; without `start` and `end` each query has its own key");
+  const at::Tensor place = at::arange(keys, q.options().dtype(at::kInt))
+                               .expand({q.dim() == 4 ? q.size(0) : 1, keys});
+  return {at::zeros_like(place), place + 1};
 }
 
 Windows windows_of(const Call& call, const char* who, const at::Tensor& q,
                    const OptionalTensor& start, const OptionalTensor& end,
                    int64_t keys) {
-  const auto& layout = call.traffic().layout;
   if (start) {
     return {{as_window(call.with_row(*start), keys),
              as_window(call.with_row(*end), keys)},
             true};
   }
-  if (layout != nullptr) {
-    return {layout->windows(who, call.rows(), q.device())};
-  }
-  check(q.size(-3) == keys, who, ": `q` is ", describe(q), " over ", keys,
-        " keys; without `start` and `end` each query has its own key");
-  const auto ints = q.options().dtype(at::kInt);
-  const at::Tensor place = at::arange(keys, ints).expand({call.rows(), keys});
-  return {{at::zeros_like(place), place + 1}};
+  const auto& layout = call.traffic().layout;
+  return {layout != nullptr ? layout->windows(who, call.rows(), q.device())
+                            : causal_windows(who, q, keys)};
 }
 
 Selection select_here(const Call& call, const char* who, const at::Tensor& q,
@@ -105,8 +144,8 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
   const Traffic& traffic = call.traffic();
   const at::Tensor q_in = call.with_row(q), w_in = call.with_row(weights);
   if (!balanced || traffic.group.size() == 1) {
-    return select_keys(q_in, all_keys, w_in, windows.borders.begin,
-                       windows.borders.end, slots, scores);
+    return select_keys(IndexerInputs::of(q_in, all_keys, w_in), windows.borders,
+                       slots, scores);
   }
   const auto swapped = [](const at::Tensor& t) { return t.transpose(0, 1); };
   const WorkTrade trade(
@@ -122,22 +161,12 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
       windows.came ? KeyWindows{swapped(work[2]), swapped(work[3])}
                    : traffic.layout->windows(who, trade.queries(), call.rows(),
                                              q.device());
-  const Selection found =
-      select_keys(swapped(work[0]), all_keys, swapped(work[1]), borders.begin,
-                  borders.end, slots, scores);
+  const Selection found = select_keys(
+      IndexerInputs::of(swapped(work[0]), all_keys, swapped(work[1])), borders,
+      slots, scores);
   const auto owned = trade.to_owners(
       {swapped(found.indices), swapped(found.scores)}, "selections");
   return {swapped(owned[0]), swapped(owned[1])};
-}
-
-Tensors3 exact_score_backward(const at::Tensor& dscores, const at::Tensor& q,
-                              const at::Tensor& k, const at::Tensor& weights,
-                              const at::Tensor& indices) {
-  static const auto op =
-      find_op<Tensors3(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                       const at::Tensor&, const at::Tensor&, bool)>(
-          "longspan::score_selected_backward");
-  return op.call(dscores, q, k, weights, indices, /*exact_dk=*/true);
 }
 
 }  // namespace longspan::selected

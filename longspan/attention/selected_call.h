@@ -3,45 +3,100 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "longspan/attention/selected_exchange.h"
-#include "longspan/attention/selected_run.h"
+#include "longspan/ops/select_keys.h"
+#include "longspan/ops/tensors.h"
 
 namespace longspan::selected {
 
-/// One call on one rank: who exchanges what, and tensors in one form. Rows of a
-/// batch come first; one row where none came.
+/// The last arguments of every operator here: over which ranks it runs. None
+/// of them is one rank, which holds everything as it lies.
+struct Where {
+  OptionalTensor layout = {};
+  std::string fetch = "gathered";
+  std::string group = "";
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.layout, self.fetch, self.group);
+  }
+
+  static Where of(const AttentionLayout& layout, const Group& group,
+                  Fetch fetch = Fetch::gathered);
+
+  /// Whether there is no layout; then there is one rank. `who` speaks.
+  bool is_here(const char* who) const;
+};
+
+/// [Tq] or [B, Tq].
+inline c10::SymIntArrayRef queries_of(const at::Tensor& q) {
+  return q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 2));
+}
+
+/// With a layout every rank brings the keys of its own tokens.
+void check_keys(const char* who, const char* name, const at::Tensor& k,
+                const at::Tensor& q, const OptionalTensor& layout);
+
+/// What shapes and types say of an indexer with windows, also when traced.
+void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
+                  const at::Tensor& weights, const OptionalTensor& start,
+                  const OptionalTensor& end, const OptionalTensor& layout,
+                  const c10::SymInt& slots);
+
+/// That the call is traced, not run with a layout that lost its values.
+void check_meta(const char* who, const at::Tensor& q);
+
+/// Rows of a batch come first; one row where q has none. And back.
+inline at::Tensor with_row(const at::Tensor& q, const at::Tensor& t) {
+  return q.dim() == 4 ? t : t.unsqueeze(0);
+}
+inline at::Tensor without_row(const at::Tensor& q, const at::Tensor& t) {
+  return q.dim() == 4 ? t : t.squeeze(0);
+}
+
+/// One call on one rank of many: who exchanges what, and tensors in one form.
 class Call {
  public:
   /// Checks what the layout says about the tokens of q. `who` is the operator,
   /// `purpose` what messages of lost peers call it.
   Call(const char* who, const std::string& purpose, const at::Tensor& q,
-       const OptionalTensor& layout, const std::string& group);
+       const Where& where);
 
   const Traffic& traffic() const { return traffic_; }
-  int64_t rows() const { return rows_; }
-
-  /// [rows, ..].
+  int64_t rows() const { return q_.dim() == 4 ? q_.size(0) : 1; }
   at::Tensor with_row(const at::Tensor& t) const {
-    return has_rows_ ? t : t.unsqueeze(0);
+    return selected::with_row(q_, t);
   }
+
+  /// Rows of these kinds of keys for lists [rows, queries, .., slots].
+  FetchedKeys fetched(const at::Tensor& lists) const {
+    return {lists, fetch_, traffic_};
+  }
+  bool is_gathered() const {
+    return fetch_ == Fetch::gathered || traffic_.group.size() == 1;
+  }
+
   /// As the caller has it; also where rows were laid end to end.
-  at::Tensor as_given(const at::Tensor& t, at::IntArrayRef queries) const;
+  at::Tensor as_given(const at::Tensor& t) const;
 
   /// Keys as they travel: [local tokens, rows, channels of all groups].
   at::Tensor tokens_first(const at::Tensor& keys) const;
-  /// And back, in the type and shape of those that came.
+  /// And back, in the shape of those that came.
   at::Tensor like_keys(const at::Tensor& tokens, const at::Tensor& keys) const;
   /// Fetched rows with the groups that `kv` has.
   at::Tensor grouped(const at::Tensor& rows, const at::Tensor& kv) const;
 
  private:
+  at::Tensor q_;
   Traffic traffic_;
-  bool has_rows_;
-  int64_t rows_;
+  Fetch fetch_;
 };
 
-/// Windows that came, as int32 [rows, queries]; those of the masks otherwise.
+/// Windows that came, as int32 [rows, queries]; those of the masks otherwise,
+/// or causal ones where there are none.
 struct Windows {
   KeyWindows borders;
   bool came = false;
@@ -49,6 +104,7 @@ struct Windows {
 Windows windows_of(const Call& call, const char* who, const at::Tensor& q,
                    const OptionalTensor& start, const OptionalTensor& end,
                    int64_t keys);
+KeyWindows causal_windows(const char* who, const at::Tensor& q, int64_t keys);
 
 /// Selection for this rank's queries, [rows, queries, slots], from all keys,
 /// [rows, tokens, channels].
@@ -56,10 +112,5 @@ Selection select_here(const Call& call, const char* who, const at::Tensor& q,
                       const at::Tensor& all_keys, const at::Tensor& weights,
                       const Windows& windows, int64_t slots, bool scores,
                       bool balanced);
-
-/// score_selected_backward with dk in the accumulation type.
-Tensors3 exact_score_backward(const at::Tensor& dscores, const at::Tensor& q,
-                              const at::Tensor& k, const at::Tensor& weights,
-                              const at::Tensor& indices);
 
 }  // namespace longspan::selected

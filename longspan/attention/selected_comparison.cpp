@@ -5,7 +5,7 @@
 #include <limits>
 #include <sstream>
 
-#include "longspan/attention/selected_run.h"
+#include "longspan/attention/select_keys.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
 
@@ -45,10 +45,13 @@ SelectionComparison compare_selections(const at::Tensor& a, const at::Tensor& b,
   check_lists("a", a);
   check_lists("b", b);
   const auto scored = [&](const at::Tensor& lists, bool sizes) {
-    return selected::score(sizes ? q.abs() : q, sizes ? k.abs() : k,
-                           sizes ? weights.abs() : weights, lists, layout,
-                           "gathered", group.name())
-        .to(at::kDouble);
+    const selected::ScoreSelected call{
+        sizes ? q.abs() : q,
+        sizes ? k.abs() : k,
+        sizes ? weights.abs() : weights,
+        lists,
+        {.layout = layout, .group = group.name()}};
+    return call.run().to(at::kDouble);
   };
   const at::Tensor of_a = scored(a, false), of_b = scored(b, false);
   const at::Tensor sizes =

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
-#include <tuple>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
@@ -17,9 +15,6 @@
 namespace longspan {
 
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
-using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 
 constexpr const char* kWho = "attend_dense";
 constexpr double kNever = -std::numeric_limits<double>::infinity();
@@ -137,9 +132,6 @@ const auto& dense_op() {
 
 DenseAnswer attend_dense(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& v, const DenseOptions& options) {
-  const auto optional = [](const at::Tensor& t) {
-    return t.defined() ? OptionalTensor(t) : std::nullopt;
-  };
   auto [out, lse] = dense_op().call(q, k, v, optional(options.mask),
                                     optional(options.sink), options.scale);
   return {out, lse};

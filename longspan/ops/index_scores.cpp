@@ -1,13 +1,9 @@
 #include "longspan/ops/index_scores.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
-#include <optional>
-#include <tuple>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
@@ -18,9 +14,6 @@
 namespace longspan {
 
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
-using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 constexpr int64_t kScores = 4 << 20;  // queries x keys at a time
 
@@ -90,9 +83,58 @@ at::Tensor window(const at::Tensor& q, const at::Tensor& border) {
   return q.dim() == 4 ? border : border.unsqueeze(0);
 }
 
-at::Tensor scores(const at::Tensor& q, const at::Tensor& k,
-                  const at::Tensor& weights, const OptionalTensor& start,
-                  const OptionalTensor& end) {
+struct IndexScoresBackward {
+  at::Tensor dscores, q, k, weights;
+  OptionalTensor start, end;
+
+  using Result = Tensors3;
+  static constexpr auto kDerivativeOf = "index_scores";
+  static constexpr auto kSchema =
+      "index_scores_backward(Tensor dscores, Tensor q, Tensor k, "
+      "Tensor weights, Tensor? start, Tensor? end) "
+      "-> (Tensor, Tensor, Tensor)";
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.dscores, self.q, self.k, self.weights, self.start,
+                    self.end);
+  }
+  Result run() const;
+  Result meta() const { return {empty_as(q), empty_as(k), empty_as(weights)}; }
+};
+
+struct IndexScores {
+  at::Tensor q, k, weights;
+  OptionalTensor start, end;
+
+  using Result = at::Tensor;
+  static constexpr auto kSchema =
+      "index_scores(Tensor q, Tensor k, Tensor weights, Tensor? start=None, "
+      "Tensor? end=None) -> Tensor";
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.q, self.k, self.weights, self.start, self.end);
+  }
+  Result run() const;
+  Result meta() const {
+    check_scores(q, k, weights, start, end);
+    return empty_sums(q, 2, {k.sym_size(-2)});
+  }
+
+  /// q and k in autocast's type, weights in what scores are summed in.
+  void cast(const Casts& to) {
+    q = to(q);
+    k = to(k);
+    weights = to.sums(weights);
+  }
+
+  Tensors keep(const Tensors& /*outputs*/) const { return {}; }
+  Tensors gradients(const Tensors& /*kept*/, const Tensors& grads) const {
+    return listed(Operator<IndexScoresBackward>::call(
+        {grads[0], q, k, weights, start, end}));
+  }
+};
+
+at::Tensor IndexScores::run() const {
   check_scores(q, k, weights, start, end);
   const auto in = IndexerInputs::of(q, k, weights);
   at::Tensor all =
@@ -110,10 +152,7 @@ at::Tensor scores(const at::Tensor& q, const at::Tensor& k,
   return q.dim() == 4 ? all : all.squeeze(0);
 }
 
-Tensors3 scores_backward(const at::Tensor& dscores, const at::Tensor& q,
-                         const at::Tensor& k, const at::Tensor& weights,
-                         const OptionalTensor& start,
-                         const OptionalTensor& end) {
+Tensors3 IndexScoresBackward::run() const {
   check_scores(q, k, weights, start, end);
   const auto in = IndexerInputs::of(q, k, weights);
   const at::Tensor given = q.dim() == 4 ? dscores : dscores.unsqueeze(0);
@@ -140,87 +179,9 @@ Tensors3 scores_backward(const at::Tensor& dscores, const at::Tensor& q,
           dweights.reshape(weights.sizes())};
 }
 
-at::Tensor scores_meta(const at::Tensor& q, const at::Tensor& k,
-                       const at::Tensor& weights, const OptionalTensor& start,
-                       const OptionalTensor& end) {
-  check_scores(q, k, weights, start, end);
-  auto sizes =
-      q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 2)).vec();
-  sizes.push_back(k.sym_size(-2));
-  return at::empty_symint(sizes, sums_like(q));
-}
-
-Tensors3 scores_backward_meta(const at::Tensor& /*dscores*/,
-                              const at::Tensor& q, const at::Tensor& k,
-                              const at::Tensor& weights,
-                              const OptionalTensor& /*start*/,
-                              const OptionalTensor& /*end*/) {
-  return {at::empty_symint(q.sym_sizes(), q.options()),
-          at::empty_symint(k.sym_sizes(), k.options()),
-          at::empty_symint(weights.sym_sizes(), weights.options())};
-}
-
-const auto& scores_op() {
-  static const auto op = find_op<decltype(scores)>("longspan::index_scores");
-  return op;
-}
-
-const auto& scores_backward_op() {
-  static const auto op =
-      find_op<decltype(scores_backward)>("longspan::index_scores_backward");
-  return op;
-}
-
-class ScoresFunction : public torch::autograd::Function<ScoresFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx,
-                            const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& weights,
-                            const OptionalTensor& start,
-                            const OptionalTensor& end) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({q, k, weights, start.value_or(at::Tensor()),
-                            end.value_or(at::Tensor())});
-    return scores_op().call(q, k, weights, start, end);
-  }
-
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* ctx,
-      torch::autograd::variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dq, dk, dweights] =
-        scores_backward_op().call(grads[0], saved[0], saved[1], saved[2],
-                                  optional(saved[3]), optional(saved[4]));
-    return {dq, dk, dweights, {}, {}};
-  }
-};
-
-at::Tensor scores_autograd(const at::Tensor& q, const at::Tensor& k,
-                           const at::Tensor& weights,
-                           const OptionalTensor& start,
-                           const OptionalTensor& end) {
-  return ScoresFunction::apply(q, k, weights, start, end);
-}
-
-Tensors3 scores_backward_autograd(const at::Tensor& dscores,
-                                  const at::Tensor& q, const at::Tensor& k,
-                                  const at::Tensor& weights,
-                                  const OptionalTensor& start,
-                                  const OptionalTensor& end) {
-  refuse_second_derivative("index_scores", {dscores, q, k, weights});
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return scores_backward_op().call(dscores, q, k, weights, start, end);
-}
-
-/// q and k in autocast's type, weights in what scores are summed in.
-template <c10::DeviceType device, c10::DispatchKey key>
-at::Tensor scores_autocast(const at::Tensor& q, const at::Tensor& k,
-                           const at::Tensor& weights,
-                           const OptionalTensor& start,
-                           const OptionalTensor& end) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const Casts<device> cast;
-  return scores_op().call(cast(q), cast(k), cast.sums(weights), start, end);
+TORCH_LIBRARY_FRAGMENT(longspan, m) {
+  Operator<IndexScores>::add_to(m);
+  Operator<IndexScoresBackward>::add_to(m);
 }
 
 }  // namespace
@@ -228,43 +189,8 @@ at::Tensor scores_autocast(const at::Tensor& q, const at::Tensor& k,
 at::Tensor index_scores(const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& weights, const at::Tensor& start,
                         const at::Tensor& end) {
-  return scores_op().call(q, k, weights, optional(start), optional(end));
-}
-
-TORCH_LIBRARY_FRAGMENT(longspan, m) {
-  m.def(
-      "index_scores(Tensor q, Tensor k, Tensor weights, Tensor? start=None, "
-      "Tensor? end=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "index_scores_backward(Tensor dscores, Tensor q, Tensor k, "
-      "Tensor weights, Tensor? start, Tensor? end) "
-      "-> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}
-TORCH_LIBRARY_IMPL(longspan, Meta, m) {
-  m.impl("index_scores", scores_meta);
-  m.impl("index_scores_backward", scores_backward_meta);
-}
-TORCH_LIBRARY_IMPL(longspan, CPU, m) {
-  m.impl("index_scores", scores);
-  m.impl("index_scores_backward", scores_backward);
-}
-TORCH_LIBRARY_IMPL(longspan, CUDA, m) {
-  m.impl("index_scores", scores);
-  m.impl("index_scores_backward", scores_backward);
-}
-TORCH_LIBRARY_IMPL(longspan, Autograd, m) {
-  m.impl("index_scores", scores_autograd);
-  m.impl("index_scores_backward", scores_backward_autograd);
-}
-TORCH_LIBRARY_IMPL(longspan, AutocastCPU, m) {
-  m.impl("index_scores",
-         scores_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>);
-}
-TORCH_LIBRARY_IMPL(longspan, AutocastCUDA, m) {
-  m.impl("index_scores",
-         scores_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>);
+  return Operator<IndexScores>::call(
+      {q, k, weights, optional(start), optional(end)});
 }
 
 }  // namespace longspan

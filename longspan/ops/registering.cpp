@@ -1,5 +1,6 @@
 #include "longspan/ops/registering.h"
 
+#include <stdexcept>
 #include <utility>
 
 #include "longspan/core/check.h"
@@ -7,14 +8,11 @@
 
 namespace longspan {
 
-void refuse_second_derivative(const char* who,
-                              const std::vector<at::Tensor>& tensors) {
-  if (!at::GradMode::is_enabled()) return;
-  for (const at::Tensor& tensor : tensors) {
-    check(!tensor.defined() || !tensor.requires_grad(), who,
-          ": there is no second derivative; call backward without "
-          "create_graph");
-  }
+void refuse_second_derivative(const char* who) {
+  throw std::invalid_argument(
+      join(who,
+           ": there is no second derivative; call backward without "
+           "create_graph"));
 }
 
 at::Tensor empty_as(const at::Tensor& t) {

@@ -4,7 +4,24 @@
 
 #include <string>
 
+#include "longspan/ops/key_windows.h"
+
 namespace longspan {
+
+/// The lightning indexer, on one rank: for each query the `slots` keys with the
+/// greatest score[t, s] = sum_h weights[t, h] * max(0, q[t, h] . k[s]) in its
+/// window [start[t], end[t]).
+///
+/// q [Tq, Hi, Di], k [Tk, Di], weights [Tq, Hi] in the accumulation type of q,
+/// start and end int32 [Tq]; all may have rows before, [B, Tq, Hi, Di] and so
+/// on. Equal scores go to the lower key, NaN ranks first, -0 is 0. Fewer
+/// visible keys than slots are ordinary. The same bits for every split of the
+/// queries. A score passes its gradient where a product is not 0 or less, so
+/// also where it is NaN, as torch's relu does.
+///
+/// Operators, for one rank and for many, are in attention/selected.h; here are
+/// the functions below them, on tensors that check_indexer has checked and that
+/// IndexerInputs (select_keys/inputs.h) brings into one form.
 
 struct Selection {
   at::Tensor indices;  ///< int32 [Tq, slots], ascending, then -1
@@ -12,30 +29,24 @@ struct Selection {
                        ///< slot; [Tq, 0] where nobody asked
 };
 
-/// The lightning indexer: for each query the `slots` keys with the greatest
-/// score[t, s] = sum_h weights[t, h] * max(0, q[t, h] . k[s]) in its window
-/// [start[t], end[t]).
-///
-/// q [Tq, Hi, Di], k [Tk, Di], weights [Tq, Hi] in the accumulation type of q,
-/// start and end int32 [Tq]; all may have rows before, [B, Tq, Hi, Di] and so
-/// on. Equal scores go to the lower key, NaN ranks first, -0 is 0. Fewer
-/// visible keys than slots are ordinary. Scores carry a gradient to q, k and
-/// weights when asked for. The same bits for every split of the queries.
-///
-/// torch.ops.longspan.select_keys(q, k, weights, start, end, slots, scores)
-/// -> (scores, indices)
-Selection select_keys(const at::Tensor& q, const at::Tensor& k,
-                      const at::Tensor& weights, const at::Tensor& start,
-                      const at::Tensor& end, int64_t slots,
-                      bool with_scores = false);
+struct IndexerInputs;
 
-/// The scores of given keys, [Tq, slots], differentiable in q, k and weights;
-/// -inf where a slot is outside [0, Tk). On CUDA they may differ from those of
-/// select_keys in the last bits: another kernel sums them.
-///
-/// torch.ops.longspan.score_selected(q, k, weights, indices)
-at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
-                          const at::Tensor& weights, const at::Tensor& indices);
+/// Windows and answers are [B, Tq] and [B, Tq, slots].
+Selection select_keys(const IndexerInputs& in, const KeyWindows& windows,
+                      int64_t slots, bool with_scores);
+
+/// The scores of given keys [B, Tq, slots]; -inf where a slot is outside
+/// [0, Tk). On CUDA they may differ from those of select_keys in the last bits:
+/// another kernel sums them.
+at::Tensor score_selected(const IndexerInputs& in, const at::Tensor& indices);
+
+struct IndexerGradients {
+  at::Tensor dq;            ///< [B, Tq, Hi, Di], type of q
+  at::Tensor dk, dweights;  ///< accumulation type
+};
+IndexerGradients score_selected_backward(const IndexerInputs& in,
+                                         const at::Tensor& indices,
+                                         const at::Tensor& dscores);
 
 /// The greatest `slots` of each row of scores [.., T, Tk] inside its window, by
 /// the same order: int32 [.., T, slots]. No windows: all keys.

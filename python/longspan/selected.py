@@ -57,16 +57,16 @@ def select_keys(
     an ownership leaves the causal work uneven. Without a group there is one rank.
     """
     ranks = ranks_of(group)
-    found, indices = torch.ops.longspan.select_keys_ranks(
+    found, indices = torch.ops.longspan.select_keys(
         q,
         k,
         weights,
         start,
         end,
-        _layout("select_keys", mask, ownership, layout, ranks),
         slots,
         scores,
         balanced,
+        _layout("select_keys", mask, ownership, layout, ranks),
         ranks.name,
     )
     return (indices, found) if scores else indices
@@ -97,14 +97,14 @@ def attend_selected(
     alone, so the host waits.
     """
     ranks = ranks_of(group)
-    out, lse = torch.ops.longspan.attend_selected_ranks(
+    out, lse = torch.ops.longspan.attend_selected(
         q,
         kv,
         indices,
         sink,
-        _layout("attend_selected", None, ownership, layout, ranks),
         scale,
         0 if value_dim is None else value_dim,
+        _layout("attend_selected", None, ownership, layout, ranks),
         fetch,
         ranks.name,
     )
@@ -150,13 +150,13 @@ def select_and_attend(
         start,
         end,
         sink,
-        _layout("select_and_attend", mask, ownership, layout, ranks),
         slots,
         scale,
         0 if value_dim is None else value_dim,
         scores,
         target,
         balanced,
+        _layout("select_and_attend", mask, ownership, layout, ranks),
         fetch,
         ranks.name,
     )
@@ -177,7 +177,7 @@ def score_selected(
     """The indexer's scores of given keys, [L, slots], differentiable in q, k and
     weights; -inf for a slot outside of the stream."""
     ranks = ranks_of(group)
-    scores: torch.Tensor = torch.ops.longspan.score_selected_ranks(
+    scores: torch.Tensor = torch.ops.longspan.score_selected(
         q,
         k,
         weights,
@@ -206,14 +206,14 @@ def selected_weights(
     slots: [L, slots], or [L, G, slots]. `lse` is that of `attend_selected`. No
     gradient: this is the target of `index_loss`."""
     ranks = ranks_of(group)
-    weights: torch.Tensor = torch.ops.longspan.selected_weights_ranks(
+    weights: torch.Tensor = torch.ops.longspan.selected_weights(
         q,
         kv,
         indices,
         lse,
         sink,
-        _layout("selected_weights", None, ownership, layout, ranks),
         scale,
+        _layout("selected_weights", None, ownership, layout, ranks),
         fetch,
         ranks.name,
     )

@@ -28,7 +28,7 @@ tensors = inputs(owners.local_tokens(rank))
 for fetch in longspan.FETCHES:
     torch.library.opcheck(
         ops.select_and_attend.default,
-        (*tensors, None, None, None, layout, 3, 0.4, 5, True, True, True, fetch, group.name),
+        (*tensors, None, None, None, 3, 0.4, 5, True, True, True, layout, fetch, group.name),
     )
 
 # Tracing: one graph for every length and every number of documents.

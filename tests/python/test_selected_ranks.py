@@ -630,31 +630,31 @@ def test_operators_of_one_rank_pass_opcheck() -> None:
     q, kv, index_q, index_k, weights = tensors
     sink = torch.randn(4, requires_grad=True)
     torch.library.opcheck(
-        ops.select_keys_ranks.default,
-        (index_q, index_k, weights, None, None, layout, 4, True, True, ""),
+        ops.select_keys.default,
+        (index_q, index_k, weights, None, None, 4, True, True, layout, ""),
     )
     with torch.no_grad():
         found = ops.select_and_attend(
-            *tensors, None, None, sink, layout, 4, SCALE, 5, True, True, False, "needed", ""
+            *tensors, None, None, sink, 4, SCALE, 5, True, True, False, layout, "needed", ""
         )
     out, lse, scores, _, indices = found
     plain = [t.detach() for t in tensors]
     checks: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops.score_selected_ranks, (index_q, index_k, weights, indices, layout, "needed", "")),
-        (ops.score_selected_ranks_backward,
-         (torch.randn_like(scores), *plain[2:], indices, layout, "gathered", "")),
-        (ops.attend_selected_ranks,
-         (q, kv, indices, sink, layout, SCALE, 5, "gathered", "")),
-        (ops.attend_selected_ranks_backward,
-         (torch.randn_like(out), *plain[:2], indices, sink.detach(), out, lse, layout, SCALE, 5,
-          "gathered", "")),
-        (ops.selected_weights_ranks,
-         (*plain[:2], indices, lse, None, layout, SCALE, "gathered", "")),
+        (ops.score_selected, (index_q, index_k, weights, indices, layout, "needed", "")),
+        (ops.score_selected_backward,
+         (torch.randn_like(scores), *plain[2:], indices, False, layout, "gathered", "")),
+        (ops.attend_selected,
+         (q, kv, indices, sink, SCALE, 5, layout, "gathered", "")),
+        (ops.attend_selected_backward,
+         (torch.randn_like(out), *plain[:2], indices, sink.detach(), out, lse, SCALE, 5, False,
+          layout, "gathered", "")),
+        (ops.selected_weights,
+         (*plain[:2], indices, lse, None, SCALE, layout, "gathered", "")),
         (ops.select_and_attend,
-         (*tensors, None, None, sink, layout, 4, SCALE, 5, True, True, False, "gathered", "")),
+         (*tensors, None, None, sink, 4, SCALE, 5, True, True, False, layout, "gathered", "")),
         (ops.select_and_attend_backward,
          (torch.randn_like(out), torch.randn_like(scores), *plain, indices, None, out, lse,
-          layout, SCALE, 5, True, "gathered", "")),
+          SCALE, 5, True, layout, "gathered", "")),
     ]  # fmt: skip
     for op, arguments in checks:
         torch.library.opcheck(op.default, arguments)

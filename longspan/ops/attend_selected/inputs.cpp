@@ -99,6 +99,17 @@ void check_selected(const char* who, const at::Tensor& q, const at::Tensor& kv,
   check(std::isfinite(scale), who, ": scale is ", scale);
 }
 
+void check_answer(const char* who, const at::Tensor& q, int64_t value_dim,
+                  const at::Tensor& out, const at::Tensor& lse,
+                  const at::Tensor& dout) {
+  auto sizes =
+      q.sym_sizes().slice(0, static_cast<std::size_t>(q.dim() - 1)).vec();
+  check_like(who, "lse", lse, sizes, accumulation_type(q.scalar_type()), q);
+  sizes.push_back(value_dim == 0 ? q.sym_size(-1) : c10::SymInt(value_dim));
+  check_like(who, "out", out, sizes, q.scalar_type(), q);
+  check_like(who, "dout", dout, sizes, q.scalar_type(), q);
+}
+
 SelectedInputs SelectedInputs::of(const at::Tensor& q, const at::Tensor& kv,
                                   const at::Tensor& indices,
                                   const std::optional<at::Tensor>& sink,

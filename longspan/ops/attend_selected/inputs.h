@@ -37,6 +37,11 @@ void check_selected(const char* who, const at::Tensor& q, const at::Tensor& kv,
                     const std::optional<at::Tensor>& sink, double scale,
                     int64_t value_dim);
 
+/// That an answer and its gradient fit the queries.
+void check_answer(const char* who, const at::Tensor& q, int64_t value_dim,
+                  const at::Tensor& out, const at::Tensor& lse,
+                  const at::Tensor& dout);
+
 /// That a tensor has these sizes, this type, and the device of q.
 void check_like(const char* who, const char* name, const at::Tensor& t,
                 c10::SymIntArrayRef sizes, at::ScalarType dtype,

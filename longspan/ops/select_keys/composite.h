@@ -1,5 +1,6 @@
 #pragma once
 
+#include "longspan/ops/select_keys.h"
 #include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan {
@@ -21,9 +22,6 @@ at::Tensor score_selected_composite(const IndexerInputs& in,
                                     const at::Tensor& indices);
 
 /// All in the accumulation type.
-struct IndexerGradients {
-  at::Tensor dq, dk, dweights;
-};
 IndexerGradients score_selected_backward_composite(const IndexerInputs& in,
                                                    const at::Tensor& indices,
                                                    const at::Tensor& dscores);

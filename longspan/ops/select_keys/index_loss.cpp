@@ -1,6 +1,4 @@
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "longspan/core/check.h"
 #include "longspan/ops/checks.h"
@@ -29,105 +27,68 @@ at::Tensor log_shares(const at::Tensor& scores) {
   return at::log_softmax(scores, -1).masked_fill(at::isneginf(scores), 0);
 }
 
-at::Tensor loss(const at::Tensor& scores, const at::Tensor& target) {
-  check_loss(scores, target);
-  const at::Tensor kept = target.masked_fill(at::isneginf(scores), 0);
-  return (at::xlogy(kept, kept) - kept * log_shares(scores)).sum(-1);
-}
+struct IndexLossBackward {
+  at::Tensor dloss, scores, target;
 
-at::Tensor loss_backward(const at::Tensor& dloss, const at::Tensor& scores,
-                         const at::Tensor& target) {
-  check_loss(scores, target);
-  const at::Tensor empty = at::isneginf(scores);
-  const at::Tensor kept = target.masked_fill(empty, 0);
-  const at::Tensor shares = log_shares(scores).exp();
-  return (dloss.unsqueeze(-1) * (shares * kept.sum(-1, true) - kept))
-      .masked_fill(empty, 0);
-}
-
-at::Tensor loss_meta(const at::Tensor& scores, const at::Tensor& target) {
-  check_loss(scores, target);
-  return at::empty_symint(
-      scores.sym_sizes().slice(0, static_cast<std::size_t>(scores.dim() - 1)),
-      scores.options());
-}
-
-at::Tensor loss_backward_meta(const at::Tensor& /*dloss*/,
-                              const at::Tensor& scores,
-                              const at::Tensor& /*target*/) {
-  return at::empty_symint(scores.sym_sizes(), scores.options());
-}
-
-const auto& loss_op() {
-  static const auto op = find_op<decltype(loss)>("longspan::index_loss");
-  return op;
-}
-
-const auto& loss_backward_op() {
-  static const auto op =
-      find_op<decltype(loss_backward)>("longspan::index_loss_backward");
-  return op;
-}
-
-class LossFunction : public torch::autograd::Function<LossFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx,
-                            const at::Tensor& scores,
-                            const at::Tensor& target) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({scores, target});
-    return loss_op().call(scores, target);
+  using Result = at::Tensor;
+  static constexpr auto kDerivativeOf = "index_loss";
+  static constexpr auto kSchema =
+      "index_loss_backward(Tensor dloss, Tensor scores, Tensor target) "
+      "-> Tensor";
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.dloss, self.scores, self.target);
   }
 
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* ctx,
-      torch::autograd::variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
-    return {loss_backward_op().call(grads[0], saved[0], saved[1]), {}};
+  Result run() const {
+    check_loss(scores, target);
+    const at::Tensor empty = at::isneginf(scores);
+    const at::Tensor kept = target.masked_fill(empty, 0);
+    const at::Tensor shares = log_shares(scores).exp();
+    return (dloss.unsqueeze(-1) * (shares * kept.sum(-1, true) - kept))
+        .masked_fill(empty, 0);
+  }
+  Result meta() const { return empty_as(scores); }
+};
+
+struct IndexLoss {
+  at::Tensor scores, target;
+
+  using Result = at::Tensor;
+  static constexpr auto kSchema =
+      "index_loss(Tensor scores, Tensor target) -> Tensor";
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.scores, self.target);
+  }
+
+  Result run() const {
+    check_loss(scores, target);
+    const at::Tensor kept = target.masked_fill(at::isneginf(scores), 0);
+    return (at::xlogy(kept, kept) - kept * log_shares(scores)).sum(-1);
+  }
+  Result meta() const {
+    check_loss(scores, target);
+    return at::empty_symint(
+        scores.sym_sizes().slice(0, static_cast<std::size_t>(scores.dim() - 1)),
+        scores.options());
+  }
+
+  Tensors keep(const Tensors& /*outputs*/) const { return {}; }
+  Tensors gradients(const Tensors& /*kept*/, const Tensors& grads) const {
+    return {Operator<IndexLossBackward>::call({grads[0], scores, target})};
   }
 };
 
-at::Tensor loss_autograd(const at::Tensor& scores, const at::Tensor& target) {
-  return LossFunction::apply(scores, target);
-}
-
-at::Tensor loss_backward_autograd(const at::Tensor& dloss,
-                                  const at::Tensor& scores,
-                                  const at::Tensor& target) {
-  refuse_second_derivative("index_loss", {dloss, scores});
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return loss_backward_op().call(dloss, scores, target);
+TORCH_LIBRARY_FRAGMENT(longspan, m) {
+  Operator<IndexLoss>::add_to(m);
+  Operator<IndexLossBackward>::add_to(m);
 }
 
 }  // namespace
 
 at::Tensor index_loss(const at::Tensor& scores, const at::Tensor& target) {
-  return loss_op().call(scores, target);
-}
-
-TORCH_LIBRARY_FRAGMENT(longspan, m) {
-  m.def("index_loss(Tensor scores, Tensor target) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-  m.def(
-      "index_loss_backward(Tensor dloss, Tensor scores, Tensor target) "
-      "-> Tensor",
-      {at::Tag::pt2_compliant_tag});
-}
-TORCH_LIBRARY_IMPL(longspan, Meta, m) {
-  m.impl("index_loss", loss_meta);
-  m.impl("index_loss_backward", loss_backward_meta);
-}
-TORCH_LIBRARY_IMPL(longspan, CPU, m) {
-  m.impl("index_loss", loss);
-  m.impl("index_loss_backward", loss_backward);
-}
-TORCH_LIBRARY_IMPL(longspan, CUDA, m) {
-  m.impl("index_loss", loss);
-  m.impl("index_loss_backward", loss_backward);
-}
-TORCH_LIBRARY_IMPL(longspan, Autograd, m) {
-  m.impl("index_loss", loss_autograd);
-  m.impl("index_loss_backward", loss_backward_autograd);
+  return Operator<IndexLoss>::call({scores, target});
 }
 
 }  // namespace longspan

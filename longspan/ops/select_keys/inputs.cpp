@@ -46,6 +46,19 @@ void check_indexer(const char* who, const at::Tensor& q, const at::Tensor& k,
   }
 }
 
+void check_listed(const char* who, const at::Tensor& q,
+                  const at::Tensor& indices) {
+  const auto type = indices.scalar_type();
+  const auto queries = static_cast<std::size_t>(q.dim() - 2);
+  check((type == at::kInt || type == at::kLong) &&
+            indices.dim() == q.dim() - 1 &&
+            indices.sym_sizes().slice(0, queries) ==
+                q.sym_sizes().slice(0, queries),
+        who, ": `indices` is ", describe(indices), " but `q` ", describe(q),
+        "; expected int32 or int64 [Tq, slots] after as many rows");
+  check_same_device(who, "indices", indices, q);
+}
+
 void check_slots(const char* who, const c10::SymInt& slots) {
   check(slots >= 0 && slots <= std::numeric_limits<int32_t>::max(), who, ": ",
         slots, " slots; expected 0 or more");

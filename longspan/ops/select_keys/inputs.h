@@ -41,6 +41,10 @@ TokenArray<Pointer> without_heads(const at::Tensor& t) {
 void check_indexer(const char* who, const at::Tensor& q, const at::Tensor& k,
                    const at::Tensor& weights);
 
+/// That there is a list for each query.
+void check_listed(const char* who, const at::Tensor& q,
+                  const at::Tensor& indices);
+
 /// That there are slots, and windows for each of these queries. `queries` are
 /// the sizes [Tq] or [B, Tq].
 void check_slots(const char* who, const c10::SymInt& slots);
