@@ -70,7 +70,7 @@ void agree(const Group& group,
   check(std::ssize(fields) <= kMostFields, "agree: ", fields.size(),
         " fields; expected at most ", kMostFields);
   if (group.size() == 1) return;
-  // Entry 0 speaks for the names, so that the others can be compared.
+  // Entry 0 stands for the names: other entries compare where names agree.
   at::Tensor mine = at::zeros({1 + kMostFields}, at::TensorOptions(at::kLong));
   int64_t* const entry = mine.mutable_data_ptr<int64_t>();
   uint64_t names = fields.size();

@@ -18,13 +18,13 @@ namespace longspan {
 /// Most fields that one call compares.
 inline constexpr int kMostFields = 63;
 
-/// The ranks do not even compare the same fields.
+/// The ranks compare different fields: a mistake in the calls themselves.
 class DifferentFields : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-/// Checks that all ranks were given the same, by name and hash: one small
+/// Checks that all ranks were given equal fields, by name and hash: one small
 /// exchange (512 bytes to every other rank). Where they differ, every rank
 /// throws the same std::invalid_argument, which names the fields and the ranks
 /// that differ from rank 0. Every rank must call it.

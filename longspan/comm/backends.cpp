@@ -53,7 +53,7 @@ Route route_for(c10d::ProcessGroup& process_group, at::Device device,
   return route;
 }
 
-/// Everything posted while it lives goes out as one batch.
+/// Everything posted during its lifetime goes out as one batch.
 class Coalesced {
  public:
   explicit Coalesced(c10::intrusive_ptr<c10d::Backend> backend)

@@ -41,7 +41,7 @@ class Post {
   /// Whether tensors must be in host memory.
   bool through_host() const;
 
-  /// Hands all of them over, and keeps their memory until it is done with.
+  /// Hands all messages over, and keeps their memory until the backend is done.
   void start(const std::vector<Message>& sends,
              const std::vector<Message>& receives);
 
@@ -58,11 +58,11 @@ class Post {
 
 /// The backend's own all-gather of equal parts, both sides contiguous: target
 /// is the sources in the order of the ranks. False where nothing was done, as
-/// with gloo, whose own would not notice a peer that dies in the middle.
+/// with gloo, whose all-gather would not notice a peer that dies meanwhile.
 bool gather_at_once(const at::Tensor& source, const at::Tensor& target,
                     const Group& group, const std::string& purpose);
 
-/// Ends all waits of a group, those to come too, with this reason.
+/// Ends all waits of a group, now and later, with this reason.
 void interrupt(const Group& group, const std::string& why);
 
 }  // namespace longspan

@@ -28,14 +28,14 @@ struct Piece {
   Part target;
 };
 
-/// Where several pieces meet in one place they are added, or they never do.
+/// Whether pieces that meet in one place are added, or no two ever meet.
 enum class Meeting { never, add };
 
 /// One tensor, where its pieces go, and the shape of what they make there.
 ///
 /// The list needs only the pieces of this rank, ordered by `from`; between two
-/// ranks both sides list them in the same order. Of a piece that leaves, the
-/// target is for the other side to know, and of one that comes, the source.
+/// ranks both sides list them in the same order. The sender of a piece need not
+/// know its target, nor the receiver its source.
 struct Cargo {
   at::Tensor x;
   std::vector<Piece> pieces;
@@ -49,11 +49,11 @@ struct Errand {
   uint64_t common = 0;  ///< ranks that differ in it never meet, as over gloo
 };
 
-/// Every collective and every trade of a strategy is this with another list of
-/// pieces; all tensors travel in one exchange, with one message to each peer
-/// for those of a type. Places that no piece reaches are zero where pieces add,
-/// and undefined where they do not. Sums are taken in the order of the list, in
-/// float32 for half types.
+/// Every collective and every trade of a strategy calls this with its own list
+/// of pieces. All tensors travel in one exchange: tensors of one type share a
+/// message to each peer. Places that no piece reaches are zero where pieces
+/// add, and undefined where they do not. Sums are taken in the order of the
+/// list, in float32 for half types.
 std::vector<at::Tensor> carry(const std::vector<Cargo>& cargo,
                               const Group& group, const Errand& errand);
 
@@ -61,12 +61,12 @@ at::Tensor carry(const Cargo& cargo, const Group& group, const Errand& errand);
 
 // ---- Lists of pieces, those of rank `me`.
 
-/// Every rank's whole, of the given sizes along an axis, to everyone, who put
-/// them in the order of the ranks.
+/// An all-gather: every rank's whole tensor, of the given sizes along an axis,
+/// goes to every rank, which puts them in the order of the ranks.
 std::vector<Piece> gather_pieces(int64_t axis, at::IntArrayRef sizes, int me);
 
-/// A rank that takes part in a trade: what it gets of everyone's tensor, and
-/// where others put what they get of its own.
+/// A rank that takes part in a trade: the part that it gets of every tensor,
+/// and where the others put their part of its own.
 struct Trader {
   int rank = 0;
   TokenRange gets;
@@ -78,17 +78,17 @@ struct Trader {
 std::vector<Piece> trade_pieces(int64_t split, int64_t join,
                                 const std::vector<Trader>& traders, int me);
 
-/// The adjoint's: every piece goes back to where it came from.
+/// The pieces of the adjoint: each goes back to where it came from.
 std::vector<Piece> reversed(const std::vector<Piece>& pieces);
 
 // ---- Collectives below autograd, for operators and strategies.
 
-/// What all_gather_tokens does.
+/// all_gather_tokens without a derivative.
 at::Tensor gather_tokens(const at::Tensor& x, int64_t axis,
                          at::IntArrayRef sizes, const Group& group,
                          const Errand& errand);
 
-/// What reduce_scatter_tokens does, its adjoint.
+/// reduce_scatter_tokens, its adjoint, without a derivative.
 at::Tensor scatter_tokens(const at::Tensor& x, int64_t axis,
                           at::IntArrayRef sizes, const Group& group,
                           const Errand& errand);

@@ -137,7 +137,7 @@ void Transfer::drop() noexcept {
     } else {
       state_->finish();
     }
-  } catch (...) {  // wait() is there for those who want to know
+  } catch (...) {  // callers that want the error call wait()
   }
   state_.reset();
 }

@@ -25,9 +25,9 @@ class Transfer {
   /// Nothing under way.
   Transfer();
   Transfer(Transfer&&) noexcept;
-  /// Waits for what was under way before, and for errors of it says nothing.
+  /// First waits for the parcels that this held before; ignores their errors.
   Transfer& operator=(Transfer&&) noexcept;
-  /// Waits too, unless an exception is on its way; then the tensors are kept
+  /// Waits as well, unless an exception is unwinding; then the tensors are kept
   /// until the backend is done with them.
   ~Transfer();
 
@@ -49,10 +49,10 @@ class Transfer {
 /// order between peers. The parcels between two ranks match in the order in
 /// which both list them; empty ones are left out on both sides. Every rank of
 /// the group must call it in the same order (its lists may be empty). Over gloo
-/// parcels of unequal size never meet, so that both ranks lose their peer.
+/// a parcel whose sizes differ is never delivered: both ranks time out.
 /// `purpose` is for messages: "ring attention forward, keys, hop 2 of 3".
 /// `common` is a number that must be the same on both sides, such as the hash
-/// of a plan: over gloo parcels that differ in it never meet either.
+/// of a plan: over gloo, parcels that differ in it are never delivered either.
 ///
 /// Tensors are on one device; `device` says which where the lists are empty, so
 /// that a rank without parcels connects as the others do. Where the backend

@@ -12,11 +12,11 @@ namespace longspan {
 /// Where the ranks of a new group leave each other their addresses.
 struct MeetingPlace;
 
-/// For threads of this process, who share the place.
+/// For threads of this process, which share the meeting place.
 std::shared_ptr<MeetingPlace> meet_here(std::chrono::milliseconds timeout);
 
-/// For processes, at the address of their launch; rank 0 serves it, unless
-/// somebody does already. Ranks with equal words in `prefix` meet.
+/// For processes, at the address of their launch; rank 0 serves it, unless it
+/// is served already. Ranks that give the same `prefix` meet.
 std::shared_ptr<MeetingPlace> meet_at(const Launch& launch,
                                       const std::string& prefix);
 
@@ -37,13 +37,13 @@ struct GlooGroup {
 
 /// One rank of a group over gloo, registered under its name; the result owns
 /// it. Returns when all ranks are connected; every rank must call it. From then
-/// on the process ignores SIGPIPE, unless it handles that signal already: a
-/// peer that dies must be an error, not the end.
+/// on the process ignores SIGPIPE, unless it handles that signal already: the
+/// death of a peer must be an error here, not the end of this process.
 Group make_gloo_group(const GlooGroup& group);
 
-/// Closes the connections of a group that make_gloo_group made, so that peers
-/// that wait find out at once, and takes its name away. The group is of no use
-/// after that.
+/// Closes the connections of a group that make_gloo_group made, so that waiting
+/// peers notice at once, and unregisters its name. The group is unusable after
+/// that.
 void close_gloo_group(const Group& group);
 
 /// Why this build cannot make groups; empty when it can.

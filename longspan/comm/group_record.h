@@ -21,7 +21,7 @@ struct GroupRecord {
               std::string name)
       : process_group(process_group), name(std::move(name)) {}
 
-  /// Weak, which also keeps the address from being given to another group.
+  /// Weak, which also keeps its address from being reused by another group.
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;
   const std::string name;
   std::atomic<int64_t> sent_bytes = 0;
@@ -35,12 +35,12 @@ struct GroupRecord {
   bool wait(const c10::intrusive_ptr<c10d::Work>& work,
             std::chrono::milliseconds timeout);
 
-  /// Ends all waits, those to come too. gloo itself leaves a wait alone when
-  /// the peer dies in the middle of a message.
+  /// Ends all waits, now and later. gloo itself goes on waiting when the peer
+  /// dies in the middle of a message.
   void interrupt(const std::string& why);
 
-  /// Work that nobody waits for any more. gloo must not lose its buffers in the
-  /// middle of a message, and cannot be asked whether it is done.
+  /// Work that nobody waits for any more. Its buffers must outlive a message
+  /// under way, and gloo cannot be asked whether it is done with them.
   void abandon(std::vector<c10::intrusive_ptr<c10d::Work>> works);
 
   /// Drops abandoned work; only when the group is closed.

@@ -11,10 +11,10 @@
 
 namespace longspan {
 
-/// A peer did not answer in time, or is gone. The group is of no use after it.
+/// A peer did not answer in time, or is gone. The group is unusable after that.
 ///
-/// It is torch's own error of a failed backend, which keeps its type on all
-/// ways into Python, out of a backward pass too: there it is
+/// It is torch's own error of a failed backend, which keeps its type on every
+/// way into Python, also out of a backward pass: there it is
 /// torch.distributed.DistBackendError, a RuntimeError.
 class LostPeer : public c10::DistBackendError {
  public:
@@ -24,10 +24,10 @@ class LostPeer : public c10::DistBackendError {
 /// Throws LostPeer: "<purpose>: rank 1 waited 5 s for rank 0: <cause>; ...".
 /// peer -1 stands for the whole group.
 ///
-/// Backends tell a lost peer from other failures by nothing but their words
-/// (gloo throws std::runtime_error for both), so whatever they throw while a
-/// message is under way comes here, and is this type from then on; the words
-/// are passed on and never asked.
+/// Backends tell a lost peer from other failures by the text of the error alone
+/// (gloo throws std::runtime_error for both). So whatever they throw while a
+/// message is under way becomes this type here; the text is passed on and never
+/// parsed.
 [[noreturn]] void throw_lost_peer(const Group& group,
                                   const std::string& purpose, int peer,
                                   std::optional<std::chrono::milliseconds> time,

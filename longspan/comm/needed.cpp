@@ -65,7 +65,7 @@ class Rows {
 struct Pieces {
   std::vector<Piece> pieces;  // from local tokens to received tokens
   int64_t received = 0;
-  int64_t held = 0;  // local tokens that the table speaks of
+  int64_t held = 0;  // local tokens that the table mentions
 };
 
 /// The pieces of one rank, ordered by sender and then by row.

@@ -16,8 +16,8 @@ std::string join(const Parts&... parts) {
   return text.str();
 }
 
-/// Throws std::invalid_argument with the joined parts unless the caller kept
-/// its side. A message names who speaks, what came, and the way out.
+/// Throws std::invalid_argument with the joined parts unless `condition` holds:
+/// a caller's mistake. Messages name who speaks, what came, and the way out.
 template <class... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] {
@@ -25,7 +25,7 @@ void check(bool condition, const Parts&... parts) {
   }
 }
 
-/// The same for promises of our own.
+/// Throws InternalError unless `condition` holds: a promise of our own.
 template <class... Parts>
 void promise(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] {

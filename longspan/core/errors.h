@@ -6,8 +6,8 @@
 namespace longspan {
 
 /// A promise of the library itself was broken: a bug, never a caller's mistake.
-/// Those are std::invalid_argument, and the outside world failing is a
-/// std::runtime_error.
+/// Mistakes of callers are std::invalid_argument, and failures of the outside
+/// world are std::runtime_error.
 class InternalError : public std::logic_error {
  public:
   explicit InternalError(const std::string& what)
