@@ -12,9 +12,9 @@
 
 namespace longspan {
 
-/// Trades tokens for heads inside a team, and back: before, a member has its
-/// own tokens with all heads; after, all tokens of the team (member by member)
-/// with its share of the heads.
+/// Trades tokens for heads inside a team (the all-to-all of Ulysses), and back:
+/// before, a member has its own tokens with all heads; after, all tokens of the
+/// team (member by member) with its share of the heads.
 ///
 /// Tensors are [tokens, rows, heads, channels] of one dtype. In a team of one
 /// nothing moves.

@@ -50,7 +50,7 @@ class RankLayout {
   /// Refuses masks whose keys are not one range.
   KeyWindows windows(const char* who, int64_t rows, at::Device device) const;
 
-  /// The same for any tokens of the stream; not kept.
+  /// Windows of any tokens of the stream; not kept.
   KeyWindows windows(const char* who, const std::vector<TokenRange>& queries,
                      int64_t rows, at::Device device) const;
 

@@ -13,7 +13,7 @@ namespace longspan {
 
 namespace {
 
-/// The same for one number a token and head: [rows, tokens, heads].
+/// One number a token and head, as [rows, tokens, heads].
 at::Tensor rows_first_lse(const at::Tensor& lse) {
   return lse.dim() == 3 ? lse.transpose(1, 2) : lse.unsqueeze(0);
 }
@@ -83,7 +83,7 @@ Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& q,
       q.dim() == 4 ? MemoryOrder::heads_first : MemoryOrder::tokens_first);
 }
 
-/// The same for heads that came by a trade.
+/// An accumulator for heads that came by a trade.
 Accumulator accumulator(Accumulator::Kind kind, const at::Tensor& like,
                         int64_t channels) {
   return Accumulator(kind, {like.size(0), like.size(1), like.size(2), channels},

@@ -8,7 +8,7 @@
 
 namespace longspan {
 
-/// Checks what came as far as shapes go: the same on every rank, and all that
+/// Checks the shapes of the arguments: the same on every rank, and all that
 /// tracing can see.
 void check_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const OptionalTensor& sink, double scale, double softcap);

@@ -33,8 +33,8 @@ namespace longspan {
 ///
 /// Kept for backward: this rank's own tensors, the indices, the output and its
 /// log-sum-exp. Keys of other ranks come again, as in attend: keeping them
-/// would cost the keys of the whole stream in every layer, which is what ranks
-/// are there to avoid.
+/// would cost the keys of the whole stream in every layer, which splitting over
+/// ranks is meant to avoid.
 ///
 /// Gradient contract: when every rank backpropagates the loss of its own
 /// tokens, the gradients of q, kv and of the indexer are those of the sum of
@@ -47,7 +47,7 @@ struct SelectOptions {
   at::Tensor start = {};  ///< windows; undefined: keys_of of the mask
   at::Tensor end = {};
   bool scores = false;
-  /// Queries of the indexer travel to where work is even, cut by the lengths of
+  /// Queries of the indexer travel so that work is even, cut by the lengths of
   /// the windows, and the selections come back. Under windows of the mask every
   /// rank knows the cut; given windows are first gathered as lengths, and the
   /// host waits for them.

@@ -46,7 +46,7 @@ void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
                   const OptionalTensor& end, const OptionalTensor& layout,
                   const c10::SymInt& slots);
 
-/// That the call is traced, not run with a layout that lost its values.
+/// Checks that a layout without values only occurs while tracing.
 void check_meta(const char* who, const at::Tensor& q);
 
 /// Rows of a batch come first; one row where q has none. And back.

@@ -18,7 +18,7 @@ enum class Fetch {
   needed,    ///< those that some query here listed; sizes depend on the data
 };
 
-/// "gathered" or "needed"; `who` speaks.
+/// "gathered" or "needed"; `who` names the caller in messages.
 Fetch fetch_named(const char* who, const std::string& name);
 std::string name_of(Fetch fetch);
 
@@ -39,8 +39,8 @@ struct Traffic {
   Errand errand(const std::string& what) const;
 };
 
-/// Everybody's tokens in the order of the stream: [local tokens, ..] ->
-/// [tokens, ..], in one exchange. `mine` itself where everything is here.
+/// The tokens of all ranks in the order of the stream: [local tokens, ..] ->
+/// [tokens, ..], in one exchange. `mine` itself where one rank holds all.
 at::Tensor gather_stream(const at::Tensor& mine, const Traffic& traffic,
                          const std::string& what);
 

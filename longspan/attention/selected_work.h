@@ -8,8 +8,8 @@
 
 namespace longspan {
 
-/// Queries that travel from their owners to where work is even, and what was
-/// found there back to the owners.
+/// Queries that travel from their owners to the ranks that work on them, and
+/// the results that travel back.
 ///
 /// Rank r works on the r-th piece of the stream, ordered by owner and then by
 /// the owner's local order. Every rank knows the whole table from the ownership

@@ -106,7 +106,7 @@ Tensors2 dense(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   }
   const double least = sums == at::kDouble ? lowest<double>() : lowest<float>();
   // What is taken off all logits of a row changes nothing, so it is a constant;
-  // a key that is there for nobody gives rows without keys a number.
+  // a dummy key that nobody sees gives rows without keys a finite number.
   const at::Tensor shown = at::constant_pad_nd(scores.detach(), {0, 1}, least);
   at::Tensor top = shown.amax(-1, /*keepdim=*/true);
   at::Tensor logits;

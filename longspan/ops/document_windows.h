@@ -13,11 +13,11 @@ namespace longspan {
 ///
 /// cu are the offsets of the documents, integers [documents + 1] from 0 on.
 /// With pads between them, slots begin and end at cu_padded: a token sees the
-/// real keys of its document up to itself, a pad all of them, and a document
-/// without tokens shows its first pad, so that nobody sees nothing. Tokens
+/// real keys of its document up to itself, and a pad all of them. In a document
+/// without tokens every pad sees the first one, so no window is empty. Tokens
 /// behind the last offset see only themselves. Entries below 0 at the end of
 /// either list are ignored. The offsets are taken as they come: those that
-/// fall, or documents longer than their slots, make windows without a meaning.
+/// fall, or documents longer than their slots, give meaningless windows.
 ///
 /// torch.ops.longspan.document_windows(cu, cu_padded, tokens) -> (start, end)
 KeyWindows document_windows(const at::Tensor& cu,

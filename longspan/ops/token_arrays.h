@@ -19,8 +19,8 @@ inline constexpr int64_t kMostChannels = 576;
 /// The tensor itself where its last axis is contiguous, else a copy.
 at::Tensor with_contiguous_channels(const at::Tensor& tensor);
 
-/// The same where every row of channels also starts at a multiple of 16 bytes,
-/// as kernels on CUDA read them; the tensor itself where no copy would.
+/// A tensor whose rows of channels also start at multiples of 16 bytes, as
+/// kernels on CUDA read them; the tensor itself where a copy would not help.
 at::Tensor with_aligned_rows(const at::Tensor& tensor);
 
 /// Ranges of the first axis, one after another; a view where there is only one.

@@ -54,7 +54,7 @@ struct SelectedWeightsArgs : SelectedAttentionArgs {
   TokenArray<void*> weights;    // [rows, queries, key_heads, slots], likewise
 };
 
-/// One implementation. The same bits for any number of threads.
+/// One implementation. Any number of threads gives the same bits.
 struct SelectedAttentionKernels {
   void (*forward)(const SelectedForwardArgs& args,
                   const ParallelFor& parallel_for) = nullptr;

@@ -11,12 +11,12 @@
 
 namespace longspan {
 
-/// One implementation of both directions. The same bits for any number of
-/// threads, and for any split of the keys into calls up to rounding.
+/// One implementation of both directions. Any number of threads gives the same
+/// bits; other splits of the keys into calls differ by rounding.
 ///
-/// Infinities and NaNs reach exactly those who see them, in both directions. A
-/// query whose visible scores are all -inf has seen no key; one whose lse is
-/// infinite moves no derivative.
+/// Infinities and NaNs reach exactly the queries that see them, or in backward
+/// the keys. A query whose visible scores are all -inf has seen no key; one
+/// whose lse is infinite passes no gradient.
 struct AttentionKernels {
   std::string_view name;
   void (*forward)(const AttentionForwardArgs& args,
@@ -33,14 +33,14 @@ struct KernelLevel {
   std::string why_not;  ///< it cannot run here, or nothing
 };
 
-/// All of them, the best last; "portable" is always first and always runs.
+/// All levels, the best last; "portable" is always first and always runs.
 std::span<const KernelLevel> kernel_levels();
 
-/// Those that this CPU can run, in the same order.
+/// The levels that this CPU can run, in the same order.
 std::span<const AttentionKernels> attention_kernels();
 
-/// The one of a name. Throws where this CPU cannot run it or nothing has that
-/// name; `asker` speaks.
+/// The level with this name. Throws where no level has the name or this CPU
+/// cannot run it; `asker` is named in the message.
 const AttentionKernels& attention_kernels_named(std::string_view name,
                                                 std::string_view asker);
 
@@ -48,7 +48,7 @@ const AttentionKernels& attention_kernels_named(std::string_view name,
 /// LONGSPAN_CPU_KERNEL names, which is read once, or the best. Throws as above.
 const AttentionKernels& chosen_attention_kernels();
 
-/// Whose code runs for elements of a type, and why none better: "avx512",
+/// Which level runs for a type of elements, and why none better: "avx512",
 /// "avx2, not avx512: this CPU has no AVX-512", "portable, not avx512:
 /// LONGSPAN_CPU_KERNEL asks for portable".
 std::string describe_chosen_kernels(ElementType type);

@@ -9,7 +9,7 @@
 
 namespace longspan {
 
-/// The tensors of selected attention in one form, whatever axes came.
+/// The tensors of selected attention in one form, whatever axes they had.
 struct SelectedInputs {
   at::Tensor q;        ///< [B, Tq, H, D]
   at::Tensor kv;       ///< [B, Tk, G, D]
@@ -47,7 +47,7 @@ void check_like(const char* who, const char* name, const at::Tensor& t,
                 c10::SymIntArrayRef sizes, at::ScalarType dtype,
                 const at::Tensor& q);
 
-/// What is outside [0, keys) becomes -1, so that narrowing changes nothing.
+/// Indices outside [0, keys) become -1, so that narrowing changes no key.
 at::Tensor as_slots(const at::Tensor& indices, int64_t keys);
 
 /// Whether two tensors lie on the same device; `who` speaks.

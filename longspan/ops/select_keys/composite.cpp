@@ -110,7 +110,7 @@ at::Tensor select_keys_composite(const IndexerInputs& in, int64_t slots,
                                 options.dtype(at::kInt));
   if (keys == 0 || slots == 0 || in.q.size(1) == 0) return indices;
   const int64_t block = std::min(keys, kKeyBlock);
-  // Always this many queries, whoever asks: libraries choose how they add by
+  // Always this many queries, in every call: libraries choose how they add by
   // the shape.
   const int64_t most = std::clamp<int64_t>(
       std::min(kProducts / (std::max<int64_t>(heads, 1) * block),

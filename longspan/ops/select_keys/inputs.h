@@ -8,7 +8,7 @@
 
 namespace longspan {
 
-/// The tensors of a lightning indexer in one form, whatever axes came.
+/// The tensors of a lightning indexer in one form, whatever axes they had.
 struct IndexerInputs {
   at::Tensor q;        ///< [B, Tq, H, D]
   at::Tensor k;        ///< [B, Tk, D]

@@ -10,11 +10,11 @@ namespace longspan::hopper {
 
 /// Attention to listed keys, as ../attend_selected.h promises it, on a Hopper
 /// device: bfloat16, one key head, 512 or 576 channels with values of 512. Any
-/// number of heads, in blocks of 64. Nothing is allocated and nobody waits, so
-/// a graph may capture it. `stream` is a cudaStream_t of the current device.
+/// number of heads, in blocks of 64. Nothing is allocated, the host never waits
+/// and a graph may capture it. `stream` is a cudaStream_t of the device in use.
 ///
 /// The forward kernel gives the same bits every time; the backward kernel adds
-/// to `dkv` in the order in which blocks come.
+/// to `dkv` in the order in which blocks finish.
 
 /// Why the kernels cannot take it, or nothing.
 std::optional<std::string> why_not_attend_selected(
@@ -25,11 +25,11 @@ void selected_attention_forward(const SelectedForwardArgs& args, void* stream);
 void selected_attention_backward(const SelectedBackwardArgs& args,
                                  void* stream);
 
-/// Why that kernel cannot take it, or nothing; nobody reads values there.
+/// Why selected_weights cannot take it, or nothing. It reads no values.
 std::optional<std::string> why_not_selected_weights(
     const SelectedWeightsArgs& args);
 
-/// The same bits every time.
+/// Gives the same bits every time.
 void selected_weights(const SelectedWeightsArgs& args, void* stream);
 
 /// delta[h] = sum over channels of out * dout, as the backward kernel wants it.

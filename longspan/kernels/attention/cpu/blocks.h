@@ -37,8 +37,8 @@ struct KeyBlock {
   int32_t low[kBlock] = {}, high[kBlock] = {};
 };
 
-/// Finds the next block of keys at or behind `key` and before `end` that
-/// somebody sees. Its first key is visible, so gaps between documents cost
+/// Finds the next block of keys at or behind `key` and before `end` that some
+/// query sees. Its first key is visible, so gaps between documents cost
 /// nothing. False where there is none.
 bool next_key_block(const Windows& windows, int64_t key, int64_t end,
                     KeyBlock& block);

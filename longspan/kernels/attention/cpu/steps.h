@@ -28,7 +28,7 @@ struct ForwardSteps {
                  void* scratch);
 };
 
-/// The same for derivatives, one query head at a time.
+/// The steps of the backward pass, one query head at a time.
 struct BackwardSteps {
   int64_t (*scratch_bytes)(const AttentionArgs& args);
   void (*start)(const AttentionBackwardArgs& args, const QueryBlock& queries,
@@ -47,8 +47,8 @@ struct AttentionSteps {
 };
 
 // Each lives in a source of its own, compiled for its instruction set. Those
-// sources hold arithmetic only: whatever they shared with other sources could
-// end up being run on a CPU that cannot.
+// sources hold arithmetic only: the linker might pick their copy of anything
+// shared with other sources, and run it on a CPU without these instructions.
 extern const AttentionSteps kPortableSteps;
 #ifdef LONGSPAN_X86_KERNELS
 extern const AttentionSteps kAvx2Steps;

@@ -26,7 +26,7 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads,
   return cudaGetLastError();
 }
 
-/// The same with a block for every query and `block_heads` heads of a key head.
+/// Launches a block for every query and `block_heads` heads of a key head.
 template <class Args>
 cudaError_t launch_blocks(void (*kernel)(Args), const Args& args,
                           int block_heads, int threads, size_t shared_bytes,

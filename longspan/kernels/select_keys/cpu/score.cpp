@@ -18,8 +18,8 @@ struct ListedKeys {
   int count = 0;
 };
 
-/// The same ones for any number of threads: parts of the queries, and as many
-/// groups of keys. A power of two.
+/// Parts of the queries, and as many groups of keys: independent of the number
+/// of threads. A power of two.
 constexpr int64_t kMostParts = 16;
 /// Keys of a group lie side by side in slices of 64.
 constexpr int kSliceBits = 6;

@@ -82,7 +82,7 @@ void multiply_visible(const KeyBlock& keys, Rows<T> rows, int depth,
 /// How deep the tiles of a product are whose A is a block of weights.
 class TileDepths {
  public:
-  /// Rows are queries: the keys that somebody of a tile sees.
+  /// Rows are queries: the keys that any query of a tile sees.
   static TileDepths of_queries(const KeyBlock& keys) {
     TileDepths depths(keys.hides);
     if (!keys.hides) return depths;
