@@ -68,6 +68,7 @@ bench: setup
 	@tools/build $(BUILD) $(PYTHON) all
 	@for part in run attention tiles selected models; do \
 	  PYTHONPATH=$(BUILD)/python $(PYTHON) bench/$$part.py $(BUILD) || exit 1; done
+	@PYTHONPATH=$(BUILD)/python:bench $(PYTHON) compat/nemo/bench/drop_in.py $(BUILD)
 
 # From nothing to the demo and the tests, in a clone of its own.
 bench-build: setup

@@ -20,7 +20,6 @@ import torch
 from harness import Part, Row, in_turns, main, ratio_row
 
 import longspan
-from longspan import _C
 
 TOKENS = 1 << 20
 
@@ -38,6 +37,10 @@ def packed_rows(documents: int, multiple: int) -> dict[str, torch.Tensor]:
         "seq_lens": (slots - pads).unsqueeze(0),
         "seq_lens_padded": slots.unsqueeze(0),
     }
+
+
+def offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def shard_rows() -> list[Row]:
@@ -76,79 +79,16 @@ def window_rows() -> list[Row]:
     lengths, slots = batch["seq_lens"][0], batch["seq_lens_padded"][0]
     packing = longspan.Packing.of(lengths.tolist(), slots.tolist())
     mask = longspan.Mask.causal(packing).with_seeing_pads()
-    zero = torch.zeros(1, dtype=torch.int64)
-    cu = torch.cat([zero, lengths.cumsum(0)]).to(torch.int32)
-    cu_padded = torch.cat([zero, slots.cumsum(0)]).to(torch.int32)
+    cu, cu_padded = offsets(lengths), offsets(slots)
     expected = baseline.padded_windows(cu, cu_padded)
     right = all(
-        torch.equal(a, b)
-        for answer in (longspan.key_windows(mask), _C.padded_windows(cu, cu_padded))
-        for a, b in zip(answer, expected, strict=True)
+        torch.equal(a, b) for a, b in zip(longspan.key_windows(mask), expected, strict=True)
     )
-    t_values, t_lists, t_plain = in_turns(
+    t_values, t_plain = in_turns(
         lambda: longspan.key_windows(mask),
-        lambda: _C.padded_windows(cu, cu_padded),
         lambda: baseline.padded_windows(cu, cu_padded),
     )
-    return [
-        ratio_row("key windows of 1 M tokens, from a mask", right, t_values, t_plain, 10.0),
-        ratio_row("key windows of 1 M tokens, from offsets", right, t_lists, t_plain, 10.0),
-    ]
-
-
-class Mesh:
-    """As much of a device mesh as the drop-in asks for."""
-
-    mesh_dim_names = ("cp",)
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def __getitem__(self, name: str) -> Mesh:
-        return self
-
-    def size(self) -> int:
-        return self.ranks
-
-    def get_group(self) -> None:
-        return None
-
-
-def drop_in_rows() -> list[Row]:
-    from longspan.compat.nemo.components.distributed.cp_utils import make_cp_batch_and_ctx
-
-    tokens, mesh = 128 * 1024 - 5, Mesh(8)
-    full = {
-        "input_ids": torch.arange(tokens).unsqueeze(0),
-        "labels": torch.arange(tokens).unsqueeze(0),
-        "position_ids": torch.arange(tokens).unsqueeze(0),
-    }
-
-    def drop_in() -> dict[str, torch.Tensor]:
-        return make_cp_batch_and_ctx(mesh, dict(full))[1]
-
-    def direct() -> list[torch.Tensor]:
-        return [
-            _C.pad_tokens(full["input_ids"], 1, 5, 0),
-            _C.pad_tokens(full["labels"], 1, 5, -100),
-            _C.pad_tokens(full["position_ids"], 1, 5, 0),
-        ]
-
-    made = drop_in()
-    right = all(torch.equal(made[key], tensor) for key, tensor in zip(full, direct(), strict=True))
-    t_drop_in, t_direct = in_turns(drop_in, direct, rounds=201)
-    extra = (t_drop_in - t_direct) * 1e3
-    return [
-        {
-            "work": "drop-in make_cp_batch_and_ctx over the C++ calls, 128 k tokens",
-            "right": right,
-            "ours": f"{extra:.0f} us more",
-            "other": f"{t_direct:.3f} ms",
-            "ratio": "",
-            "bar": "< 100 us",
-            "met": extra < 100,
-        }
-    ]
+    return [ratio_row("key windows of 1 M tokens, from a mask", right, t_values, t_plain, 10.0)]
 
 
 def core_rows(build: pathlib.Path) -> list[Row]:
@@ -179,7 +119,7 @@ def core_rows(build: pathlib.Path) -> list[Row]:
 
 
 def parts(build: pathlib.Path) -> list[Part]:
-    return [lambda: core_rows(build), shard_rows, window_rows, drop_in_rows]
+    return [lambda: core_rows(build), shard_rows, window_rows]
 
 
 if __name__ == "__main__":

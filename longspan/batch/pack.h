@@ -53,12 +53,4 @@ struct TokenView {
 TokenView token_view(const TokenTensor& row, const at::Tensor& tensor,
                      Form form);
 
-/// Right padding along one axis; the argument itself when count <= 0.
-at::Tensor pad_tokens(const at::Tensor& tensor, int64_t axis, int64_t count,
-                      const at::Scalar& value);
-
-/// The same with last + 1, last + 2, ... as values.
-at::Tensor continue_positions(const at::Tensor& positions, int64_t axis,
-                              int64_t count);
-
 }  // namespace longspan

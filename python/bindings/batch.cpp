@@ -6,13 +6,13 @@
 #include "longspan/batch/derive.h"
 #include "longspan/batch/layout.h"
 #include "longspan/batch/pack.h"
-#include "longspan/batch/reference.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/batch/shard.h"
 #include "longspan/batch/shift.h"
 #include "longspan/core/check.h"
 #include "longspan/ops/move_tokens.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/scalar.h"
 
 namespace py = pybind11;
 
@@ -30,25 +30,6 @@ Form form_named(const std::string& name) {
 
 std::string name_of(Form form) {
   return form == Form::rows ? "rows" : "stream";
-}
-
-/// A Python number; bool before int, because True is an int too.
-at::Scalar scalar_of(const py::handle& value, const char* who) {
-  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::int_>(value)) {
-    const int64_t number = PyLong_AsLongLong(value.ptr());
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return number;
-  }
-  if (py::isinstance<py::float_>(value)) return value.cast<double>();
-  throw std::invalid_argument(
-      join(who, ": expected a number, got ",
-           py::str(py::type::handle_of(value).attr("__name__"))
-               .cast<std::string>()));
-}
-
-Rule rule_of(bool strict) {
-  return strict ? Rule::reference : Rule::corrected;
 }
 
 void bind_table(py::module_& m) {
@@ -271,66 +252,6 @@ void bind_derived(py::module_& m) {
                        py::is_method(ownership), py::arg("rank"));
 }
 
-void bind_reference(py::module_& m) {
-  m.def(
-      "pad_tokens",
-      [](const at::Tensor& tensor, int64_t axis, int64_t count,
-         const py::object& value) {
-        const at::Scalar fill = scalar_of(value, "pad_tokens");
-        const py::gil_scoped_release release;
-        return pad_tokens(tensor, axis, count, fill);
-      },
-      py::arg("tensor"), py::arg("axis"), py::arg("count"), py::arg("value"));
-  m.def("continue_positions", &continue_positions, py::arg("positions"),
-        py::arg("axis"), py::arg("count"), NoGil());
-  m.def("take_share", &take_share, py::arg("tensor"), py::arg("ownership"),
-        py::arg("rank"), py::arg("axis"), NoGil());
-  m.def(
-      "thd_lengths",
-      [](const at::Tensor& seq_lens,
-         const std::optional<at::Tensor>& seq_lens_padded, int64_t sentinel,
-         int64_t rows, int64_t row_length, bool strict) {
-        const ThdLengths lengths =
-            thd_lengths(seq_lens, seq_lens_padded, sentinel, rows, row_length,
-                        rule_of(strict));
-        return std::tuple{lengths.cu, lengths.cu_padded, lengths.max_seqlen,
-                          lengths.padding_mask};
-      },
-      py::arg("seq_lens"), py::arg("seq_lens_padded"), py::arg("sentinel"),
-      py::arg("rows"), py::arg("row_length"), py::arg("strict"));
-  m.def(
-      "document_partition",
-      [](const at::Tensor& cu, int64_t total, int ranks, int rank,
-         bool strict) {
-        return document_partition(cu, total, ranks, rank, rule_of(strict));
-      },
-      py::arg("cu"), py::arg("total"), py::arg("ranks"), py::arg("rank"),
-      py::arg("strict"));
-  m.def(
-      "padded_windows",
-      [](const at::Tensor& cu, const at::Tensor& cu_padded) {
-        const KeyWindows windows = padded_windows(cu, cu_padded);
-        return std::pair{windows.begin, windows.end};
-      },
-      py::arg("cu"), py::arg("cu_padded"));
-  m.def(
-      "compact_windows",
-      [](const at::Tensor& cu) {
-        const KeyWindows windows = compact_windows(cu);
-        return std::pair{windows.begin, windows.end};
-      },
-      py::arg("cu"));
-  m.def(
-      "pads_of_attention_mask",
-      [](const at::Tensor& mask, bool strict) {
-        return pads_of_mask(mask, rule_of(strict));
-      },
-      py::arg("mask"), py::arg("strict"));
-  m.def("dense_causal_mask", &dense_causal_mask, py::arg("position_ids"),
-        py::arg("key_len"), py::arg("dtype"), py::arg("pad_full"),
-        py::arg("window"));
-}
-
 }  // namespace
 
 void bind_batch(py::module_& m) {
@@ -338,7 +259,6 @@ void bind_batch(py::module_& m) {
   bind_layout(m);
   bind_batches(m);
   bind_derived(m);
-  bind_reference(m);
 }
 
 }  // namespace longspan::python

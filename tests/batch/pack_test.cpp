@@ -117,25 +117,6 @@ TEST(PaddingFor, IsWhatAnOwnershipNeeds) {
   }
 }
 
-TEST(PadTokens, AppendsAndReturnsTheArgumentWhereNothingIsMissing) {
-  const at::Tensor rows = ids(2, 3);
-  EXPECT_TRUE(pad_tokens(rows, 1, 0, 5).is_same(rows));
-  EXPECT_TRUE(pad_tokens(rows, 1, -3, 5).is_same(rows));
-  EXPECT_TRUE(pad_tokens(rows, -1, 2, 5)
-                  .equal(at::cat({rows, at::full({2, 2}, 5, at::kLong)}, 1)));
-  EXPECT_TRUE(pad_tokens(rows, 0, 1, 5)
-                  .equal(at::cat({rows, at::full({1, 3}, 5, at::kLong)}, 0)));
-}
-
-TEST(ContinuePositions, CountsOnFromTheLast) {
-  const at::Tensor planes = at::stack({ids(2, 3), ids(2, 3) + 50});
-  EXPECT_TRUE(continue_positions(planes, 2, 0).is_same(planes));
-  const at::Tensor longer = continue_positions(planes, -1, 2);
-  EXPECT_TRUE(longer.equal(at::stack({ids(2, 5), ids(2, 5) + 50})));
-  EXPECT_EQ(continue_positions(planes.to(at::kInt), 2, 1).scalar_type(),
-            at::kInt);
-}
-
 class PackRefusal : public ::testing::TestWithParam<Refusal> {};
 TEST_P(PackRefusal, SaysWhatCame) {
   EXPECT_EQ(message_of(GetParam().call), GetParam().message);
@@ -169,12 +150,6 @@ INSTANTIATE_TEST_SUITE_P(
          },
          "padding_for: shares of a multiple of 4611686018427387904 tokens on 4 "
          "ranks are more than 64 bits count"},
-        {"PadAxis", [] { pad_tokens(ids(1, 2), 2, 1, 0); },
-         "pad_tokens: axis 2 of int64 [1, 2]"},
-        {"PositionsAxis", [] { continue_positions(ids(1, 2), -3, 1); },
-         "continue_positions: axis -3 of int64 [1, 2]"},
-        {"NoLastPosition", [] { continue_positions(ids(1, 0), 1, 1); },
-         "continue_positions: int64 [1, 0] has no last position to continue"},
     }),
     test::refusal_name);
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from longspan.models import LocalAttention
 
 import longspan
 from longspan import Group, run_ranks
+from longspan.models import LocalAttention
 
 pytest.importorskip("transformers")
 

@@ -45,22 +45,6 @@ def test_windows_of_documents(
     assert got == slow.windows(cu, padded, tokens)
 
 
-def test_windows_are_those_that_are_made_on_the_host() -> None:
-    random_ints = torch.Generator().manual_seed(7)
-    for _ in range(50):
-        slots = torch.randint(0, 6, (4,), generator=random_ints)
-        lengths = (torch.rand(4, generator=random_ints) * (slots + 1)).long()
-        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        padded = torch.nn.functional.pad(slots.cumsum(0), (1, 0))
-        tokens = int(padded[-1])
-        for host, made in (
-            (longspan._C.padded_windows(cu, padded), (cu, padded)),
-            (longspan._C.compact_windows(padded), (padded, None)),
-        ):
-            got = longspan.document_windows(*made, tokens=tokens)
-            assert [t.tolist() for t in got] == [t.tolist() for t in host]
-
-
 @pytest.mark.parametrize(
     ("message", "cu", "padded", "tokens"),
     [

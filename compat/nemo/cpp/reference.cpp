@@ -1,4 +1,4 @@
-#include "longspan/batch/reference.h"
+#include "compat/nemo/cpp/reference.h"
 
 #include <ATen/ATen.h>
 
@@ -10,10 +10,13 @@
 #include "longspan/batch/layout.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/core/check.h"
+#include "longspan/core/mask.h"
+#include "longspan/core/multiple.h"
 #include "longspan/core/ownership.h"
+#include "longspan/core/packing.h"
 #include "longspan/ops/checks.h"
 
-namespace longspan {
+namespace longspan::nemo {
 
 namespace {
 
@@ -323,4 +326,4 @@ at::Tensor dense_causal_mask(const at::Tensor& position_ids, int64_t keys,
       .unsqueeze(1);
 }
 
-}  // namespace longspan
+}  // namespace longspan::nemo

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "longspan/batch/derive.h"
+#include "longspan/ops/key_windows.h"
 
-namespace longspan {
+namespace longspan::nemo {
 
 /// The forms in which the reference implementation passes lengths, partitions,
 /// windows and masks between functions, made from Packing, Ownership and Mask.
@@ -62,4 +62,4 @@ at::Tensor dense_causal_mask(const at::Tensor& position_ids, int64_t keys,
                              const std::optional<at::Tensor>& pads,
                              std::optional<int64_t> window);
 
-}  // namespace longspan
+}  // namespace longspan::nemo

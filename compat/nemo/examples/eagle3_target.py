@@ -1,7 +1,7 @@
 """A frozen target model on shards of the sequence, and full-length answers for a
 draft that knows nothing of ranks (EAGLE-3).
 
-    python examples/eagle3_target.py --ranks 4
+    python compat/nemo/examples/eagle3_target.py --ranks 4
 
 Ranks are threads here. Under torchrun `mesh` is `init_device_mesh(...)["cp"]`,
 and nothing else changes.
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
+import longspan
 from longspan.compat.nemo.components.distributed.cp_utils import (
     attach_context_parallel_hooks,
     gather_cp_seq,
     make_target_cp_ctx,
 )
-from torch import Tensor, nn
-
-import longspan
 
 
 class RMSNorm(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._strict import is_strict
 
 Batch = MutableMapping[str, Any]
@@ -234,7 +235,7 @@ def pads_of_attention_mask(who: str, mask: Any, *, look: bool) -> tuple[Tensor, 
         )
     # Like the reference only the diagonal is read, also outside strict: what
     # else is in the mask (documents, groups) travels in other keys.
-    pads = _C.pads_of_attention_mask(tensor, True)
+    pads = _nemo.pads_of_mask(tensor, True)
     facts = []
     if checked:
         facts.append((tensor.diagonal(dim1=-2, dim2=-1) > 0).any())
@@ -303,7 +304,7 @@ def pad_axis(who: str, value: Any, axis: int, count: int, fill: Any) -> Tensor:
             raise ValueError(
                 f"{who}: {tensor.dtype} cannot hold the pad value {fill}; use a wider dtype"
             )
-    return _C.pad_tokens(tensor, axis, count, fill)
+    return _nemo.pad_tokens(tensor, axis, count, fill)
 
 
 def continue_axis(who: str, positions: Any, axis: int, count: int) -> Tensor:
@@ -317,7 +318,7 @@ def continue_axis(who: str, positions: Any, axis: int, count: int) -> Tensor:
         raise ValueError(f"{who}: `position_ids` is empty, nothing to count on from")
     if not (is_integral(tensor) or tensor.is_floating_point()):
         raise ValueError(f"{who}: `position_ids` is {tensor.dtype}; expected integers")
-    return _C.continue_positions(tensor, axis, count)
+    return _nemo.continue_positions(tensor, axis, count)
 
 
 def check_axis(who: str, tensor: Tensor, axis: Any) -> int:
@@ -343,4 +344,4 @@ def share_rows(
             f"{who}: `{name}` is {shape_of(tensor)} after padding; expected "
             f"{tokens} tokens on axis {axis}"
         )
-    return _C.take_share(tensor, ownership, rank, axis)
+    return _nemo.take_share(tensor, ownership, rank, axis)

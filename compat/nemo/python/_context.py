@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import Mesh, check_axis, mesh_size, shape_of, tensor_at
 from longspan.compat.nemo._ranks import STRATEGIES, AttentionInContext, group_of, leave
 
@@ -84,7 +85,7 @@ class TokenShardContext:
         )
         # One object may stand for several, as ids that are their own labels do.
         shares = {
-            id(buffer): _C.take_share(buffer, ownership, group.rank(), axis % buffer.dim())
+            id(buffer): _nemo.take_share(buffer, ownership, group.rank(), axis % buffer.dim())
             for buffer, axis in zip(self.buffers, self.seq_dims, strict=True)
         }
         # Nothing has changed so far.
@@ -179,7 +180,7 @@ class TokenShardContext:
                 f"{self._who}: `padding_mask` is {shape_of(pads)} but the buffers have "
                 f"{tokens} tokens"
             )
-        pads = _C.pad_tokens(pads, 1, tokens - pads.shape[1], True)
+        pads = _nemo.pad_tokens(pads, 1, tokens - pads.shape[1], True)
         ranges = [_ranges(row) for row in pads]
         if all(row == ranges[0] for row in ranges):
             return ranges[:1] if ranges and ranges[0] else []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     INT32_MAX,
     Batch,
@@ -181,7 +181,7 @@ class _Rows:
             lengths = lengths.reshape(1, -1)
             slots = None if slots is None else slots.reshape(1, -1)
             rows, length = 1, rows * length
-        return _C.thd_lengths(lengths, slots, self.sentinel, rows, length, self.strict)
+        return _nemo.thd_lengths(lengths, slots, self.sentinel, rows, length, self.strict)
 
 
 def streams_of(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     INT32_MAX,
     Batch,
@@ -210,7 +210,7 @@ def padding_of_offsets(who: str, lengths: Tensor, offsets: Tensor, total: int) -
         )
     real = lengths.diff().unsqueeze(0)
     slots = offsets.diff().unsqueeze(0)
-    *_, padding = _C.thd_lengths(real, slots, -1000, 1, total, False)
+    *_, padding = _nemo.thd_lengths(real, slots, -1000, 1, total, False)
     assert padding is not None
     return padding
 
@@ -244,7 +244,7 @@ class _Share:
                     f"has {self.total} tokens"
                 )
             self.total = tensor.shape[0]
-            self._index = _C.document_partition(
+            self._index = _nemo.document_partition(
                 self._offsets, self.total, self._ranks, self._rank, self._strict
             )
         if self._index.device != tensor.device:

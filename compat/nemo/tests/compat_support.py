@@ -25,8 +25,8 @@ gemma4 = importlib.import_module(NEMO + "models.gemma4_moe.cp_batch")
 
 
 def example(name: str) -> Any:
-    """A program of examples/ as a module."""
-    path = pathlib.Path(__file__).parents[3] / "examples" / f"{name}.py"
+    """A program of the drop-in's examples as a module."""
+    path = pathlib.Path(__file__).parents[1] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

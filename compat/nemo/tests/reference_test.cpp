@@ -1,11 +1,11 @@
-#include "longspan/batch/reference.h"
+#include "compat/nemo/cpp/reference.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "tests/support/values.h"
 
-namespace longspan {
+namespace longspan::nemo {
 namespace {
 
 using test::message_of;
@@ -395,4 +395,4 @@ INSTANTIATE_TEST_SUITE_P(
     test::refusal_name);
 
 }  // namespace
-}  // namespace longspan
+}  // namespace longspan::nemo

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 
 lengths = st.integers(0, 6)
 quick = settings(max_examples=150, deadline=None)
@@ -54,7 +55,7 @@ def tables(draw):
 def test_thd_lengths(case, strict):
     real, slots, rows, length = case
     arguments = (real, slots, -1000, rows, length, strict)
-    assert agree(answer(_C.thd_lengths, *arguments), answer(oracle.thd_lengths, *arguments))
+    assert agree(answer(_nemo.thd_lengths, *arguments), answer(oracle.thd_lengths, *arguments))
 
 
 @quick
@@ -73,7 +74,7 @@ def test_document_partition(ranks, chunks, tail, strict):
     for rank in range(ranks):
         arguments = (cu, total, ranks, rank, strict)
         assert agree(
-            answer(_C.document_partition, *arguments),
+            answer(_nemo.document_partition, *arguments),
             answer(oracle.document_partition, *arguments),
         )
 
@@ -89,7 +90,7 @@ def test_ownership_and_shares(kind, ranks, chunk):
         expected = getattr(oracle, kind)(tokens, ranks, rank)
         assert ownership.tokens_of(rank).tolist() == expected
         assert ownership.local_tokens(rank) == len(expected)
-        share = _C.take_share(tensor, ownership, rank, 1)
+        share = _nemo.take_share(tensor, ownership, rank, 1)
         assert share.is_contiguous()
         assert torch.equal(share, tensor[:, expected])
 
@@ -113,9 +114,9 @@ def test_windows(documents, sentinels):
         torch.tensor(cu + tail, dtype=torch.int32),
         torch.tensor(padded + tail, dtype=torch.int32),
     )
-    assert agree(_C.padded_windows(*arguments), oracle.padded_windows(*arguments))
+    assert agree(_nemo.padded_windows(*arguments), oracle.padded_windows(*arguments))
     compact = torch.tensor(cu, dtype=torch.int32)
-    assert agree(_C.compact_windows(compact), oracle.compact_windows(compact))
+    assert agree(_nemo.compact_windows(compact), oracle.compact_windows(compact))
 
 
 @quick
@@ -128,21 +129,21 @@ def test_windows(documents, sentinels):
 )
 def test_padding(rows, length, count, dtype, axis):
     tensor = torch.arange(rows * length).view(rows, length).to(dtype)
-    got = _C.pad_tokens(tensor, axis, count, -100)
+    got = _nemo.pad_tokens(tensor, axis, count, -100)
     expected = oracle.pad_tokens(tensor, axis, count, -100)
     assert agree(got, expected)
     assert (got is tensor) == (count == 0)
     if tensor.shape[axis] > 0:
-        got = _C.continue_positions(tensor, axis, count)
+        got = _nemo.continue_positions(tensor, axis, count)
         assert agree(got, oracle.continue_positions(tensor, axis, count))
         assert (got is tensor) == (count == 0)
 
 
 def test_padding_of_bools_and_planes():
     mask = torch.tensor([[False, True]])
-    assert _C.pad_tokens(mask, 1, 2, True).tolist() == [[False, True, True, True]]
+    assert _nemo.pad_tokens(mask, 1, 2, True).tolist() == [[False, True, True, True]]
     planes = torch.arange(12).view(3, 2, 2)
-    assert agree(_C.continue_positions(planes, 2, 3), oracle.continue_positions(planes, 2, 3))
+    assert agree(_nemo.continue_positions(planes, 2, 3), oracle.continue_positions(planes, 2, 3))
 
 
 @quick
@@ -154,7 +155,7 @@ def test_pads_of_masks(rows, length, data):
     seed = data.draw(st.integers(0, 1000))
     mask = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed))
     mask = getattr(mask, kind)()
-    assert agree(_C.pads_of_attention_mask(mask, True), oracle.pads_of_attention_mask(mask, True))
+    assert agree(_nemo.pads_of_mask(mask, True), oracle.pads_of_attention_mask(mask, True))
 
 
 @quick
@@ -172,7 +173,7 @@ def test_dense_mask(rows, length, keys, dtype, window, padded, seed):
     positions = torch.randint(0, 8, (rows, length), generator=generator)
     pads = torch.randint(0, 2, (rows, keys), generator=generator).bool()
     arguments = (positions, keys, dtype, pads if padded else None, window)
-    assert agree(_C.dense_causal_mask(*arguments), oracle.dense_causal_mask(*arguments))
+    assert agree(_nemo.dense_causal_mask(*arguments), oracle.dense_causal_mask(*arguments))
 
 
 @quick

@@ -12,6 +12,7 @@ from compat_support import (
     refuses,
     row_batch,
 )
+
 from longspan.compat.nemo import strict
 
 make = cp_utils.make_cp_batch_and_ctx

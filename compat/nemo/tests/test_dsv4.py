@@ -7,6 +7,7 @@ import batch_oracle as oracle
 import pytest
 import torch
 from compat_support import BareMesh, Mesh, dsv4, refuses, row_batch
+
 from longspan.compat.nemo import strict
 
 make = dsv4.make_dsv4_contiguous_shard_cp_batch_and_ctx

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from compat_support import dsv4, dsv4_kernels
-from longspan.compat.nemo import strict
 from oracle import listed_keys as slow
 from oracle.selected_attention import forward as attend_listed
 from oracle.selected_attention import index_scores
 
 import longspan
+from longspan.compat.nemo import strict
 
 build = dsv4_kernels.build_dsv4_sparse_topk_indices
 attention = dsv4_kernels.dsv4_sparse_attention

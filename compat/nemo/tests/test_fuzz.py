@@ -15,6 +15,7 @@ from compat_support import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from longspan.compat.nemo import strict
 
 REFUSALS = (ValueError, KeyError, AssertionError, TypeError, NotImplementedError)

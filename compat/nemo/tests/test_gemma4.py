@@ -6,6 +6,7 @@ import pytest
 import torch
 from compat_support import BareMesh, DeviceMesh, Mesh, cp_utils, gemma4, refuses
 from compat_support import row_batch as rows_of
+
 from longspan.compat.nemo import strict
 
 make = gemma4.make_contiguous_shard_cp_batch_and_ctx

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from compat_support import NEMO
-from longspan.compat.nemo import strict
 from torch import Tensor
 
 import longspan
 from longspan import Group, run_ranks
+from longspan.compat.nemo import strict
 
 cpa = pytest.importorskip(NEMO + "models.gemma4_moe.cp_attention")
 

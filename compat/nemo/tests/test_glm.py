@@ -15,6 +15,7 @@ from compat_support import (
     snapshot,
     unchanged,
 )
+
 from longspan.compat.nemo import strict
 
 make = glm.make_glm_dsa_packed_cp_batch_and_ctx

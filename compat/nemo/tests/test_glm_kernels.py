@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from compat_support import kernels
-from longspan.compat.nemo import strict
 from oracle import listed_keys as slow
 from oracle.selected_attention import forward as attend_listed
 from oracle.selected_attention import greatest, index_scores
+
+import longspan
+from longspan.compat.nemo import _nemo, strict
 
 NEVER = float("-inf")
 
@@ -125,6 +127,22 @@ def test_strict_orders_by_score_and_needs_as_many_keys():
         assert torch.equal(topk[:, 0], sorted_indices)
         with pytest.raises(RuntimeError, match="9 keys of 8"):
             kernels.tilelang_indexer_topk(q, k, w, torch.tensor([0, 8]), 9)
+
+
+def test_windows_are_those_that_the_library_makes_on_the_device() -> None:
+    random_ints = torch.Generator().manual_seed(7)
+    for _ in range(50):
+        slots = torch.randint(0, 6, (4,), generator=random_ints)
+        lengths = (torch.rand(4, generator=random_ints) * (slots + 1)).long()
+        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        padded = torch.nn.functional.pad(slots.cumsum(0), (1, 0))
+        tokens = int(padded[-1])
+        for host, made in (
+            (_nemo.padded_windows(cu, padded), (cu, padded)),
+            (_nemo.compact_windows(padded), (padded, None)),
+        ):
+            got = longspan.document_windows(*made, tokens=tokens)
+            assert [t.tolist() for t in got] == [t.tolist() for t in host]
 
 
 def test_offsets_on_a_device_make_the_same_windows(monkeypatch):

@@ -17,11 +17,11 @@ from compat_support import (
     example,
     row_batch,
 )
-from longspan.compat.nemo import strict
 from torch import nn
 
 import longspan
 from longspan import run_ranks
+from longspan.compat.nemo import strict
 
 llama = example("eagle3_target")
 create = cp_utils.create_context_parallel_ctx

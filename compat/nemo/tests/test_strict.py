@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from compat_support import thd_utils
+
 from longspan.compat import nemo
 
 

@@ -1,14 +1,14 @@
-"""The target of EAGLE-3 over ranks, as in examples/eagle3_target.py."""
+"""The target of EAGLE-3 over ranks, as in ../examples/eagle3_target.py."""
 
 import copy
 
 import pytest
 import torch
 from compat_support import Mesh, RankMesh, cp_utils, example
-from longspan.compat.nemo import strict
 from torch import nn
 
 from longspan import run_ranks
+from longspan.compat.nemo import strict
 
 target = example("eagle3_target")
 torch.manual_seed(1)

@@ -11,9 +11,8 @@ from compat_support import (
     packed_batch,
     refuses,
 )
-from longspan.compat.nemo import strict
 
-from longspan import _C
+from longspan.compat.nemo import _nemo, strict
 
 make = cp_utils.make_cp_batch_for_te
 shard = cp_utils._shard_thd_chunk_for_te
@@ -43,16 +42,16 @@ PARTITIONS = [
 def test_worked_partitions(cu, total, first, second, rule):
     offsets = torch.tensor(cu, dtype=torch.int32)
     for rank, tokens in enumerate((first, second)):
-        part = _C.document_partition(offsets, total, 2, rank, rule)
+        part = _nemo.document_partition(offsets, total, 2, rank, rule)
         assert part.dtype == torch.int32
         assert part.tolist() == tokens
 
 
 def test_a_stream_longer_than_its_offsets_loses_nothing_by_default():
     cu = torch.tensor([0, 8, 16], dtype=torch.int32)
-    parts = [_C.document_partition(cu, 24, 2, rank, False) for rank in (0, 1)]
+    parts = [_nemo.document_partition(cu, 24, 2, rank, False) for rank in (0, 1)]
     assert sorted(torch.cat(parts).tolist()) == list(range(24))
-    strict_parts = [_C.document_partition(cu, 24, 2, rank, True).tolist() for rank in (0, 1)]
+    strict_parts = [_nemo.document_partition(cu, 24, 2, rank, True).tolist() for rank in (0, 1)]
     assert strict_parts[0] == [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 18, 19]
     assert strict_parts[1] == [2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 17]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compat_support import packed_batch, refuses, snapshot, thd_utils, unchanged
+
 from longspan.compat.nemo import strict
 
 process = thd_utils.process_input_for_thd

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     Batch,
     Mesh,
@@ -157,7 +158,7 @@ def build_dsv4_cp_causal_padding_mask(
                 f"{who}: `padding_mask` of all ranks is {shape_of(pads)}; expected "
                 f"[{positions.shape[0]}, {key_len}]"
             )
-    return _C.dense_causal_mask(positions.to(device), key_len, dtype, pads, sliding_window)
+    return _nemo.dense_causal_mask(positions.to(device), key_len, dtype, pads, sliding_window)
 
 
 @public

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     Batch,
     Mesh,
@@ -101,7 +102,7 @@ def _slice_thd_chunk_for_cp(
             raise ValueError(
                 f"{who}: `{name}` is {shape_of(tensor)} but the stream has {total} tokens"
             )
-        return _C.take_share(tensor, ownership, cp_rank, 0)
+        return _nemo.take_share(tensor, ownership, cp_rank, 0)
 
     local = share("input_ids", ids)
     if is_strict() or not local.is_floating_point():
@@ -201,6 +202,6 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     if loss_mask is not None:
         streams = loss_mask.reshape(max(num_chunks, 1), -1)
         ownership = _ownership(streams.shape[1], size, rank)
-        local = _C.take_share(streams, ownership, rank, 1)
+        local = _nemo.take_share(streams, ownership, rank, 1)
         out["loss_mask"] = local if num_chunks > 1 else local[0]
     return contextlib.nullcontext, out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import integer, is_integral, shape_of, tensor_at
 from longspan.compat.nemo._edge import public, renamed
 from longspan.compat.nemo._strict import is_strict
@@ -47,7 +47,7 @@ _ROPE = 64
 def _slime_generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Key windows of documents without pads: starts int32, ends int64."""
     who = "_slime_generate_varlen_mask_params"
-    return _C.compact_windows(_offsets(who, "cu_seqlens", cu_seqlens))
+    return _nemo.compact_windows(_offsets(who, "cu_seqlens", cu_seqlens))
 
 
 @public
@@ -150,7 +150,7 @@ def _generate_padded_varlen_mask_params(
 ) -> tuple[Tensor, Tensor]:
     """Key windows [start, end) of every token when documents carry pads."""
     who = "_generate_padded_varlen_mask_params"
-    return _C.padded_windows(
+    return _nemo.padded_windows(
         _offsets(who, "cu_seqlens", cu_seqlens),
         _offsets(who, "cu_seqlens_padded", cu_seqlens_padded),
     )

@@ -1,0 +1,42 @@
+"""The drop-in is part of the installed wheel, and a package of its own in this tree."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[3]
+SITE = ROOT / "build" / "wheel" / "site"
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="no wheel was built here")
+def test_the_wheel_has_it():
+    lines = (
+        "from longspan.compat.nemo import _nemo\n"
+        "from longspan.compat.nemo.components.distributed import cp_utils\n"
+        "assert 'site' in cp_utils.__file__ and 'site' in _nemo.__file__\n"
+        "assert cp_utils.make_cp_batch_and_ctx(None, {'input_ids': 1})[1] == {'input_ids': 1}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", lines],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SITE)},
+        cwd=SITE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_else_knows_it():
+    """Only the build, the tools and the pages name the drop-in."""
+    words = ("compat", "_nemo", "longspan::nemo")
+    for folder in ("longspan", "python", "cli", "examples", "bench", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix not in {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".txt"}:
+                continue
+            text = path.read_text().replace("incompatible", "")
+            found = [word for word in words if word in text]
+            assert not found, f"{path.relative_to(ROOT)} names {found}"
