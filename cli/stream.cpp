@@ -2,11 +2,11 @@
 
 #include <CLI/CLI.hpp>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "longspan/core/check.h"
+#include "longspan/core/padding.h"
 #include "longspan/draw/draw.h"
 #include "options.h"
 #include "outcome.h"
@@ -93,28 +93,12 @@ Packing packing_of(const StreamArguments& arguments, const Layouts& layouts) {
   return packing;
 }
 
-/// The same documents in a stream with a longer tail.
-Packing lengthened(const Packing& packing, int64_t tokens) {
-  std::vector<int64_t> slots;
-  for (int64_t d = 0; d < packing.documents(); ++d) {
-    slots.push_back(packing.padded_length(d));
-  }
-  const auto lengths = packing.lengths();
-  return Packing::of({lengths.begin(), lengths.end()}, std::move(slots),
-                     tokens);
-}
-
+/// A free cut asks for as many tokens as its sizes add up to, at least.
 Packing padded_for(const Packing& packing,
                    const std::optional<OwnershipKind>& layout,
                    const Layouts& layouts) {
-  if (!layout) {
-    return lengthened(packing,
-                      std::max(packing.tokens(), sum_of(layouts.sizes)));
-  }
-  const int64_t multiple = tokens_multiple(*layout, layouts.ranks);
-  return *layout == OwnershipKind::per_document_head_tail
-             ? packing.with_slots_multiple_of(multiple)
-             : packing.with_tokens_multiple_of(multiple);
+  if (layout) return padded(packing, padding_for(*layout, layouts.ranks));
+  return lengthened(packing, sum_of(layouts.sizes));
 }
 
 Ownership ownership_of(const Packing& packing,

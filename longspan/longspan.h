@@ -11,6 +11,7 @@
 #include "longspan/core/multiple.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
+#include "longspan/core/padding.h"
 #include "longspan/core/per_token.h"
 #include "longspan/core/tile.h"
 #include "longspan/core/token_range.h"

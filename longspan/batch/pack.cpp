@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "longspan/core/check.h"
 #include "longspan/core/multiple.h"
@@ -77,8 +76,7 @@ void lay_stream(PackedBatch& batch) {
 /// The slots of a stream moved apart.
 void widen_stream(PackedBatch& batch, const PadTo& to) {
   const Packing narrow = batch.packings.at(0);
-  const Packing wide = narrow.with_slots_multiple_of(to.slot_multiple)
-                           .with_tokens_multiple_of(to.total_multiple);
+  const Packing wide = padded(narrow, to);
   if (wide == narrow) return;
   std::vector<Run> runs;
   runs.reserve(static_cast<std::size_t>(narrow.documents()));
@@ -143,19 +141,10 @@ PackedBatch pad(const PackedBatch& batch, const PadTo& to) {
 }
 
 PadTo padding_for(OwnershipKind kind, Form form, int ranks, int64_t share) {
-  check(share >= 1, "padding_for: shares of a multiple of ", share,
-        " tokens; expected at least 1");
-  const int64_t parts = tokens_multiple(kind, ranks);
-  check(share <= std::numeric_limits<int64_t>::max() / ranks,
-        "padding_for: shares of a multiple of ", share, " tokens on ", ranks,
-        " ranks are more than 64 bits count");
-  if (kind == OwnershipKind::per_document_head_tail) {
-    check(form == Form::stream,
-          "padding_for: per-document head-tail cuts the documents of a stream; "
-          "rows have head-tail");
-    return {.slot_multiple = common_multiple(parts, share * ranks)};
-  }
-  return {.total_multiple = common_multiple(parts, share * ranks)};
+  check(kind != OwnershipKind::per_document_head_tail || form == Form::stream,
+        "padding_for: per-document head-tail cuts the documents of a stream; "
+        "rows have head-tail");
+  return padding_for(kind, ranks, share);
 }
 
 TokenView token_view(const TokenTensor& row, const at::Tensor& tensor,

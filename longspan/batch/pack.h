@@ -5,6 +5,7 @@
 
 #include "longspan/batch/layout.h"
 #include "longspan/batch/row_batch.h"
+#include "longspan/core/padding.h"
 
 namespace longspan {
 
@@ -26,12 +27,6 @@ struct PackedBatch {
   at::Tensor tensor(std::string_view key) const;
 };
 
-/// What padding rounds up.
-struct PadTo {
-  int64_t slot_multiple = 1;   ///< every document of a stream
-  int64_t total_multiple = 1;  ///< the stream, or every row
-};
-
 /// Lays the documents of all rows end to end (stream), or leaves rows as they
 /// are. Real tokens keep their order. A document brings its slot along; pads
 /// around the documents of an attention or padding mask stay behind.
@@ -40,8 +35,7 @@ PackedBatch pack(RowBatch batch, Form form);
 /// Lengthens a batch; what earlier padding added stays.
 PackedBatch pad(const PackedBatch& batch, const PadTo& to);
 
-/// What an ownership kind needs over `ranks` ranks, where shares must also be
-/// a multiple of `share` tokens.
+/// core's padding_for, for a form: rows are not cut inside documents.
 PadTo padding_for(OwnershipKind kind, Form form, int ranks, int64_t share = 1);
 
 /// A per-token tensor as one axis of tokens: itself and its token axis for

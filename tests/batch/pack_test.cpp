@@ -140,16 +140,6 @@ INSTANTIATE_TEST_SUITE_P(
          },
          "padding_for: per-document head-tail cuts the documents of a stream; "
          "rows have head-tail"},
-        {"NoShare",
-         [] { padding_for(OwnershipKind::contiguous, Form::rows, 2, 0); },
-         "padding_for: shares of a multiple of 0 tokens; expected at least 1"},
-        {"ShareBeyond64Bits",
-         [] {
-           padding_for(OwnershipKind::contiguous, Form::rows, 4,
-                       int64_t{1} << 62);
-         },
-         "padding_for: shares of a multiple of 4611686018427387904 tokens on 4 "
-         "ranks are more than 64 bits count"},
     }),
     test::refusal_name);
 

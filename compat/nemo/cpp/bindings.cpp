@@ -2,12 +2,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
 #include "compat/nemo/cpp/padding.h"
 #include "compat/nemo/cpp/reference.h"
 #include "longspan/batch/shard.h"
+#include "longspan/core/check.h"
+#include "longspan/core/padding.h"
+#include "longspan/plan/ring.h"
 #include "python/bindings/scalar.h"
 
 namespace py = pybind11;
@@ -32,6 +36,18 @@ void bind(py::module_& m) {
         return pad_tokens(tensor, axis, count, fill);
       },
       py::arg("tensor"), py::arg("axis"), py::arg("count"), py::arg("value"));
+  m.def(
+      "pads_for",
+      [](const std::string& kind, int64_t tokens, int ranks, int64_t share) {
+        const auto named = ownership_kind(kind);
+        check(named.has_value(), "pads_for: '", kind,
+              "' is not an ownership kind");
+        return pads_for(*named, tokens, ranks, share);
+      },
+      py::arg("kind"), py::arg("tokens"), py::arg("ranks"),
+      py::arg("share") = 1);
+  m.def("ring_owner", &ring_owner, py::arg("rank"), py::arg("step"),
+        py::arg("ranks"));
   m.def("continue_positions", &continue_positions, py::arg("positions"),
         py::arg("axis"), py::arg("count"), NoGil());
   m.def("take_share", &take_share, py::arg("tensor"), py::arg("ownership"),

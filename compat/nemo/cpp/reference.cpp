@@ -225,24 +225,20 @@ at::Tensor document_partition(const at::Tensor& cu, int64_t total, int ranks,
     tokens =
         token_indices(Ownership::per_document_head_tail(packing, ranks), rank);
   } else {
-    // The reference lets tokens past the last offset fall into the last
-    // document that has tokens, which doubles some and loses others.
+    // The reference lets tokens past the last offset count on from what a rank
+    // holds of the last document, which doubles some and loses others.
     const Lengths slots = differences(who, offsets);
-    const Packing packing = Packing::of(slots);
-    const int64_t share = total / ranks;
+    const Ownership cut =
+        Ownership::per_document_head_tail(Packing::of(slots), ranks);
+    const int64_t share =
+        Ownership::contiguous(total, ranks).local_tokens(rank);
+    const int64_t known = cut.local_tokens(rank);
+    const int64_t last =
+        slots.back() > 0 ? cut.global_of(rank, known - 1) : cut.tokens() - 1;
     tokens = at::empty({share}, at::TensorOptions(at::kLong));
     int64_t* out = tokens.mutable_data_ptr<int64_t>();
-    const int64_t last = std::ssize(slots) - 1;
     for (int64_t t = 0; t < share; ++t) {
-      const int64_t global = t * ranks;
-      const int64_t document =
-          global < packing.tokens() ? packing.document_of(global) : last;
-      const TokenRange slot = packing.slot(document);
-      const int64_t half = slot.size() / multiple;
-      const int64_t inside = t - slot.begin / ranks;
-      const int64_t chunk =
-          inside < half ? rank : int64_t{2} * (ranks - 1) - rank;
-      *out++ = inside + slot.begin + half * chunk;
+      *out++ = t < known ? cut.global_of(rank, t) : last + 1 + t - known;
     }
   }
   return tokens.to(cu.device(), at::kInt);

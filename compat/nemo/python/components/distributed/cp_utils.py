@@ -12,6 +12,7 @@ import torch.distributed.tensor.parallel
 from torch import Tensor, nn
 
 import longspan
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     Batch,
     Mesh,
@@ -311,7 +312,7 @@ def _make_head_tail_batch(
         check_rows(who, "padding_mask", padding, rows, length)
         buffers.append(("padding_mask", padding, 1))
 
-    count = -length % (2 * ranks)
+    count = _nemo.pads_for("head-tail", length, ranks)
     padded = [
         pad_axis(
             who,
@@ -437,7 +438,7 @@ def make_target_cp_ctx(
         )
     positions = positions.to(ids.device)
     ranks = mesh_size(cp_mesh)
-    count = -length % ranks if ranks > 1 else 0
+    count = _nemo.pads_for("contiguous", length, ranks) if ranks > 1 else 0
     if count > 0:
         ids = pad_axis(who, ids, 1, count, 0).contiguous()
         positions = pad_axis(who, positions, 1, count, 0).contiguous()

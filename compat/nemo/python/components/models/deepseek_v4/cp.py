@@ -207,7 +207,7 @@ def make_dsv4_contiguous_shard_cp_batch_and_ctx(
             if key != "position_ids":
                 check_rows(who, key, value, rows, length)
 
-        count = -length % (ranks * multiple)
+        count = _nemo.pads_for("contiguous", length, ranks, share=multiple)
         tokens = length + count
         rank = cp_rank(who, cp_mesh, dist, ask_mesh=True)
         ownership = _C.Ownership.contiguous(tokens, ranks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo.components.models.gemma4_moe._ring_chunks import without_rows
 
 Metadata = dict[str, Tensor | None]
@@ -32,7 +33,7 @@ def collect_chunks(seams: Any, ctx: Any) -> list[Chunk]:
             if mine is not None and buffer is not None:
                 pairs.append((mine, buffer))
         seams._ring_exchange(pairs, cp_group=ctx.cp_group, cp_rank=ctx.cp_rank, cp_size=ctx.cp_size)
-        owner = (ctx.cp_rank - step) % ctx.cp_size
+        owner = _nemo.ring_owner(ctx.cp_rank, step, ctx.cp_size)
         chunks.append((owner, next_key, next_value, next_metadata))
     return chunks
 
@@ -104,14 +105,14 @@ def _home(
     own = keys[ring.cp_rank], values[ring.cp_rank]
     sums = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in own]
     for distance in range(1, ring.cp_size):
-        to = (ring.cp_rank - distance) % ring.cp_size
+        to = _nemo.ring_owner(ring.cp_rank, distance, ring.cp_size)
         buffers = [torch.empty_like(g) for g in own]
         seams._direct_exchange(
             [(keys[to], buffers[0]), (values[to], buffers[1])],
             cp_group=ring.cp_group,
             cp_rank=ring.cp_rank,
             send_cp_rank=to,
-            recv_cp_rank=(ring.cp_rank + distance) % ring.cp_size,
+            recv_cp_rank=_nemo.ring_owner(ring.cp_rank, ring.cp_size - distance, ring.cp_size),
         )
         sums = [total + buffer for total, buffer in zip(sums, buffers, strict=True)]
     return sums[0].to(own[0].dtype), sums[1].to(own[1].dtype)

@@ -11,6 +11,7 @@ import torch.distributed
 from torch import Tensor
 
 from longspan import _C
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
     Batch,
     Mesh,
@@ -149,7 +150,8 @@ def _make_contiguous_shard_cp_batch(
         fills = batch.pop("_cp_metadata_pad_values", None)
         extras = _extras(who, batch, axes, fills)
 
-        count = -integer(who, "seq_len", seq_len) % (2 * ranks)
+        length = integer(who, "seq_len", seq_len)
+        count = _nemo.pads_for("contiguous", length, ranks, share=2)
         given = {"labels": labels, "loss_mask": loss_mask}
         padded: list[tuple[str, Tensor, int]] = []
         for key, fill in _PAD_VALUES.items():
@@ -173,7 +175,7 @@ def _make_contiguous_shard_cp_batch(
 
         rank = cp_rank(who, cp_mesh, torch.distributed, ask_mesh=True)
         tokens = next(t.shape[1] for key, t, _ in padded if key == primary_key)
-        if tokens % ranks != 0:
+        if _nemo.pads_for("contiguous", tokens, ranks) > 0:
             raise ValueError(
                 f"{who}: the padded length {tokens} is not divisible by cp_size {ranks}"
             )

@@ -67,7 +67,7 @@ def _ownership(total_tokens: int, cp_size: int, cp_rank: int) -> _C.Ownership:
             f"{who}: {total} tokens, rank {rank} of {size} ranks; expected 0 or more "
             "tokens and 0 <= rank < ranks"
         )
-    if total % size != 0:
+    if _nemo.pads_for("contiguous", total, size) > 0:
         raise ValueError(
             f"{who}: the packed stream requires total tokens divisible by cp_size, "
             f"got {total} tokens and {size} ranks"
