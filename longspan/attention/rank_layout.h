@@ -17,14 +17,14 @@
 
 namespace longspan {
 
-/// A layout as one rank of a group sees it, and what is made of it: plans,
+/// A layout as one rank of a group sees it, and what is made from it: plans,
 /// moves and windows. The layers of a model ask for the same few again and
-/// again, so recent layouts are kept with all that they made. Everything is a
-/// pure function of the layout and the rank, so who shares it cannot be
-/// noticed.
+/// again, so recent layouts are kept with all that was made from them. All of
+/// it is a pure function of layout and rank, so callers cannot notice that
+/// they share it.
 class RankLayout {
  public:
-  /// From what attention_layout made. `who` speaks.
+  /// From the tensor of a layout. `who` names the caller in messages.
   static std::shared_ptr<const RankLayout> of(const char* who,
                                               const at::Tensor& code,
                                               const Group& group);

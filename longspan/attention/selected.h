@@ -18,10 +18,10 @@ namespace longspan {
 ///
 /// Queries, rows of keys (`kv`) and index keys are those of the rank's own
 /// tokens in the ownership's local order; `indices` and windows are tokens of
-/// the stream. Selections have the bits of one rank; the rest differs by
-/// rounding. Shapes are those of the operators of one rank (ops/select_keys.h,
+/// the stream. Selections have the bits of one rank; other results differ by
+/// rounding. Shapes are those of the functions of one rank (ops/select_keys.h,
 /// ops/attend_selected.h), and may have rows before. Without a layout there is
-/// one rank, which holds everything as it lies.
+/// one rank, which holds the whole stream in order.
 ///
 /// How keys reach queries:
 ///   gathered  all rows of keys in one exchange, in the order of the stream.
@@ -90,8 +90,8 @@ SelectedAnswer attend_selected(const at::Tensor& q, const at::Tensor& kv,
                                const SelectedOptions& options,
                                Fetch fetch = Fetch::gathered);
 
-/// What the heads look at, for index_loss: [Tq, slots], or [Tq, G, slots].
-/// Nobody's gradient goes through it.
+/// Attention weights for index_loss: [Tq, slots], or [Tq, G, slots]. They carry
+/// no gradient.
 ///
 /// torch.ops.longspan.selected_weights(q, kv, indices, lse, sink, scale,
 /// layout=None, fetch="gathered", group="")

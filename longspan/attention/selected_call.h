@@ -12,8 +12,8 @@
 
 namespace longspan::selected {
 
-/// The last arguments of every operator here: over which ranks it runs. None
-/// of them is one rank, which holds everything as it lies.
+/// The last arguments of every operator here: over which ranks it runs. Without
+/// them there is one rank, which holds the whole stream in order.
 struct Where {
   OptionalTensor layout = {};
   std::string fetch = "gathered";
@@ -27,7 +27,7 @@ struct Where {
   static Where of(const AttentionLayout& layout, const Group& group,
                   Fetch fetch = Fetch::gathered);
 
-  /// Whether there is no layout; then there is one rank. `who` speaks.
+  /// Whether there is no layout, and so one rank. `who` is named in messages.
   bool is_here(const char* who) const;
 };
 
@@ -49,7 +49,7 @@ void check_select(const char* who, const at::Tensor& q, const at::Tensor& k,
 /// Checks that a layout without values only occurs while tracing.
 void check_meta(const char* who, const at::Tensor& q);
 
-/// Rows of a batch come first; one row where q has none. And back.
+/// With the rows of a batch first, one row where q has none; and back.
 inline at::Tensor with_row(const at::Tensor& q, const at::Tensor& t) {
   return q.dim() == 4 ? t : t.unsqueeze(0);
 }
@@ -84,7 +84,7 @@ class Call {
 
   /// Keys as they travel: [local tokens, rows, channels of all groups].
   at::Tensor tokens_first(const at::Tensor& keys) const;
-  /// And back, in the shape of those that came.
+  /// Such keys back in the shape of the caller's.
   at::Tensor like_keys(const at::Tensor& tokens, const at::Tensor& keys) const;
   /// Fetched rows with the groups that `kv` has.
   at::Tensor grouped(const at::Tensor& rows, const at::Tensor& kv) const;
@@ -95,8 +95,8 @@ class Call {
   Fetch fetch_;
 };
 
-/// Windows that came, as int32 [rows, queries]; those of the masks otherwise,
-/// or causal ones where there are none.
+/// Given windows, as int32 [rows, queries]; otherwise those of the masks, or
+/// causal ones where there are no masks.
 struct Windows {
   KeyWindows borders;
   bool came = false;

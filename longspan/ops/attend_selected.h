@@ -8,7 +8,7 @@
 
 namespace longspan {
 
-/// Attention of each query to the keys of its own list, on one rank.
+/// Attention of each query to the keys of its own list (sparse), on one rank.
 ///
 /// q [Tq, H, D]; kv [Tk, D], or [Tk, G, D] with G key heads that divide H;
 /// indices int32 or int64 [Tq, slots], or [Tq, G, slots]. All may have rows
@@ -52,7 +52,7 @@ SelectedGradients attend_selected_backward(const SelectedInputs& in,
                                            const at::Tensor& out,
                                            const at::Tensor& lse);
 
-/// What the heads of a query look at, summed over heads and normalised over
+/// Attention weights, summed over the heads of a query and normalised over
 /// the slots: [B, Tq, G, slots], each group by itself, 0 for an empty slot and
 /// for a query without keys. `lse` is that of attend_selected; a sink takes its
 /// share before heads are added.

@@ -16,8 +16,8 @@ struct KeyWindows {
 };
 
 /// keys_of of every query, int32 unless the stream is longer than 2^31 - 1
-/// tokens, [0, 0) for queries that see nothing. With `tokens` of those queries
-/// in that order (a rank's share).
+/// tokens, [0, 0) for queries that see nothing. With `tokens`: of those queries
+/// alone, in that order (a rank's share).
 KeyWindows key_windows(const Mask& mask);
 KeyWindows key_windows(const Mask& mask, const std::vector<TokenRange>& tokens);
 

@@ -25,9 +25,10 @@ namespace longspan {
 ///     double more = 2;
 ///
 ///     using Result = at::Tensor;
-///     static constexpr auto kSchema = "double(Tensor x, float more) ->
-///     Tensor"; template <class Self> static auto fields(Self& self) {  // in
-///     the order of the schema
+///     static constexpr auto kSchema =
+///         "double(Tensor x, float more) -> Tensor";
+///     template <class Self>
+///     static auto fields(Self& self) {  // in the order of the schema
 ///       return std::tie(self.x, self.more);
 ///     }
 ///     Result run() const;   // CPU and CUDA, below autograd
@@ -35,19 +36,18 @@ namespace longspan {
 ///   };
 ///   TORCH_LIBRARY_FRAGMENT(longspan, m) { Operator<Double>::add_to(m); }
 ///
-/// Operator<Double>::call({x, 3}) is torch.ops.longspan.double(x, 3). A struct
-/// may say more:
-///
+/// Operator<Double>::call({x, 3}) is torch.ops.longspan.double(x, 3).
+/// A struct may have more:
 ///   cast(to)            what autocast does to the arguments (see Casts)
-///   gradients(kept, d)  the gradients of the arguments, in their order; what
-///                       is left out at the end has none. It is called on the
-///                       arguments as they came, with the outputs that
+///   gradients(kept, d)  the gradients of the arguments, in their order; those
+///                       left out at the end have none. It is called on the
+///                       original arguments, with the outputs that
 ///                       keep(outputs) named and the gradients d of all
 ///                       outputs. keep may also drop arguments.
 ///   constants(outputs)  outputs without a gradient
 ///   kDerivativeOf       who refuses a second derivative
 ///
-/// Without gradients() nobody's gradient goes through.
+/// Without gradients() no gradient passes.
 
 template <class Function>
 auto find_op(const std::string& name) {
@@ -82,7 +82,7 @@ bool asks_for_gradient(const T& /*other*/) {
   return false;
 }
 
-/// Arguments as what autograd keeps: tensors, and everything else.
+/// Arguments in the form that autograd keeps: tensors, and everything else.
 struct KeptArguments {
   Tensors tensors = {};
   std::vector<c10::IValue> others = {};
@@ -95,7 +95,7 @@ struct KeptArguments {
   }
 };
 
-/// And back, in the same order.
+/// The arguments from what autograd kept, in the same order.
 struct RestoredArguments {
   const Tensors& tensors;
   const std::vector<c10::IValue>& others;

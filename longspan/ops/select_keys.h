@@ -8,15 +8,15 @@
 
 namespace longspan {
 
-/// The lightning indexer, on one rank: for each query the `slots` keys with the
-/// greatest score[t, s] = sum_h weights[t, h] * max(0, q[t, h] . k[s]) in its
-/// window [start[t], end[t]).
+/// The lightning indexer and its top-k, on one rank: for each query the keys of
+/// its window [start[t], end[t]) with the greatest `slots` scores,
+/// score[t, s] = sum_h weights[t, h] * max(0, q[t, h] . k[s]).
 ///
 /// q [Tq, Hi, Di], k [Tk, Di], weights [Tq, Hi] in the accumulation type of q,
 /// start and end int32 [Tq]; all may have rows before, [B, Tq, Hi, Di] and so
-/// on. Equal scores go to the lower key, NaN ranks first, -0 is 0. Fewer
-/// visible keys than slots are ordinary. The same bits for every split of the
-/// queries. A score passes its gradient where a product is not 0 or less, so
+/// on. Of equal scores the lower key wins, NaN ranks first, -0 is 0. There may
+/// be fewer visible keys than slots. Any split of the queries gives the same
+/// bits. A score passes its gradient where a product is neither 0 nor less, so
 /// also where it is NaN, as torch's relu does.
 ///
 /// Operators, for one rank and for many, are in attention/selected.h; here are
@@ -48,14 +48,14 @@ IndexerGradients score_selected_backward(const IndexerInputs& in,
                                          const at::Tensor& indices,
                                          const at::Tensor& dscores);
 
-/// The greatest `slots` of each row of scores [.., T, Tk] inside its window, by
-/// the same order: int32 [.., T, slots]. No windows: all keys.
+/// The greatest `slots` of each row of scores [.., T, Tk] inside its window, in
+/// the order of select_keys: int32 [.., T, slots]. No windows: all keys.
 ///
 /// torch.ops.longspan.top_keys(scores, slots, start, end)
 at::Tensor top_keys(const at::Tensor& scores, int64_t slots,
                     const at::Tensor& start = {}, const at::Tensor& end = {});
 
-/// What trains an indexer: for each query the divergence
+/// The loss that trains an indexer: for each query the KL divergence
 /// sum_j target_j * (log target_j - log softmax(scores)_j) over its slots,
 /// [Tq]. Empty slots (scores -inf) and queries without keys count 0.
 /// Differentiable in scores; `target` is from selected_weights.

@@ -24,7 +24,7 @@ struct SelectedInputs {
                            const std::optional<at::Tensor>& sink, double scale,
                            int64_t value_dim);
 
-  /// The same as kernels take it.
+  /// Fills in what kernels need of these tensors.
   void fill(SelectedAttentionArgs& args) const;
 
   int64_t key_heads() const { return kv.size(2); }
@@ -50,7 +50,7 @@ void check_like(const char* who, const char* name, const at::Tensor& t,
 /// Indices outside [0, keys) become -1, so that narrowing changes no key.
 at::Tensor as_slots(const at::Tensor& indices, int64_t keys);
 
-/// Whether two tensors lie on the same device; `who` speaks.
+/// Checks that two tensors lie on one device; `who` is named in messages.
 void check_same_device(const char* who, const char* name, const at::Tensor& t,
                        const at::Tensor& q);
 

@@ -18,7 +18,7 @@ struct IndexerInputs {
   static IndexerInputs of(const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& weights);
 
-  /// The same as kernels take it.
+  /// Fills in what kernels need of these tensors.
   void fill(KeyScoreArgs& args, int64_t slots) const;
 };
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b,
       : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
 }
 
-/// The same with A in registers, in the order of D's fragment.
+/// D (+)= A B with A in registers, in the order of D's fragment.
 template <int kAcrossB>
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4],
                                       uint64_t b, int add = 1) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b,
       : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
 }
 
-/// The same with A in registers, in the order of D's fragment.
+/// D (+)= A B with A in registers, in the order of D's fragment.
 template <int kAcrossB>
 __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4],
                                       uint64_t b, int add = 1) {
@@ -248,7 +248,7 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b,
       : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
 }
 
-/// The same with A in registers, in the order of D's fragment.
+/// D (+)= A B with A in registers, in the order of D's fragment.
 template <int kAcrossB>
 __device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t (&a)[4],
                                       uint64_t b, int add = 1) {
