@@ -102,8 +102,7 @@ Parcel parcel_that_leaves(const Letter& letter) {
   for (const at::Tensor& view : letter.views) {
     flat.push_back(view.reshape({-1}));
   }
-  return {letter.peer,
-          flat.size() == 1 ? flat[0].contiguous() : at::cat(flat)};
+  return {letter.peer, flat.size() == 1 ? flat[0].contiguous() : at::cat(flat)};
 }
 
 /// Room for what comes: the places themselves, or a buffer to copy from.

@@ -127,6 +127,8 @@ def run_ranks(
     consequence of another is raised. One rank runs on this thread. Backward passes
     of CUDA tensors share one thread per device: there, ranks must be processes.
     """
+    # Not the run_ranks of C++: these threads can be interrupted from the keyboard,
+    # and groups of torch need no headers of gloo.
     if ranks < 1:
         raise ValueError(f"run_ranks: {ranks} ranks; expected one or more")
     if ranks == 1:
