@@ -78,27 +78,27 @@ def main() -> int:
     rows = []
     for name in [*LAYOUTS, "uneven"]:
         shares = [cut(batch, name, rank, options.ranks) for rank in range(options.ranks)]
-        layout = shares[0].layout
-        mask = longspan.Mask.causal(layout.packings[0])
-        picture = longspan.draw(layout.ownership, packing=layout.packings[0])
-        print(f"== {name}" + (" (row 0 of 2)" if layout.form == "rows" else ""))
+        cut = shares[0].cut
+        mask = longspan.Mask.causal(cut.packings[0])
+        picture = longspan.draw(cut.ownership, packing=cut.packings[0])
+        print(f"== {name}" + (" (row 0 of 2)" if cut.form == "rows" else ""))
         print(picture)
-        work = [longspan.work_of(mask, layout.ownership, r).pairs for r in range(options.ranks)]
+        work = [longspan.work_of(mask, cut.ownership, r).pairs for r in range(options.ranks)]
         print(f"causal pairs of each rank: {' '.join(map(str, work))}\n")
-        rows.append((name, layout, check(batch, shares)))
+        rows.append((name, cut, check(batch, shares)))
         if options.out:
-            svg = longspan.draw(layout.ownership, mask).to_svg()
+            svg = longspan.draw(cut.ownership, mask).to_svg()
             (options.out / f"{name}.svg").write_text(svg)
     print(
         f"A batch of 2 x 32 tokens, 58 of them real in 4 documents, over {options.ranks} ranks:\n"
     )
     print(f"{'layout':24}{'form':8}{'tokens a rank':>16}{'lost':>6}{'doubled':>9}{'moved':>7}")
     wrong = 0
-    for name, layout, result in rows:
-        held = [layout.ownership.local_tokens(r) for r in range(options.ranks)]
+    for name, cut, result in rows:
+        held = [cut.ownership.local_tokens(r) for r in range(options.ranks)]
         even = len(set(held)) == 1
         print(
-            f"{name:24}{layout.form:8}{(str(held[0]) if even else '/'.join(map(str, held))):>16}"
+            f"{name:24}{cut.form:8}{(str(held[0]) if even else '/'.join(map(str, held))):>16}"
             f"{result['lost']:>6}{result['doubled']:>9}{result['moved']:>7}"
         )
         wrong += result["lost"] + result["doubled"] + result["moved"]

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/packing.h"
 #include "longspan/ops/key_windows.h"

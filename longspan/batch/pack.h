@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/core/padding.h"
 
@@ -17,8 +17,8 @@ namespace longspan {
 struct PackedBatch {
   RowBatch source;
   Form form = Form::stream;
-  std::vector<Packing> packings;  ///< as in Layout
-  Moves placement;                ///< as in Layout
+  std::vector<Packing> packings;  ///< as in Cut
+  Moves placement;                ///< as in Cut
 
   /// Tokens of a padded row, or of the stream.
   int64_t tokens() const { return placement.target_tokens(); }

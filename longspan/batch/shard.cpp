@@ -74,13 +74,13 @@ LocalBatch shard(const PackedBatch& batch, const Ownership& ownership,
   const bool has_gaps = !batch.placement.gaps().empty();
   LocalBatch local{.tokens = {},
                    .payload = batch.source.payload,
-                   .layout = {.form = batch.form,
-                              .rows = batch.source.rows,
-                              .length = batch.source.length,
-                              .packings = batch.packings,
-                              .placement = batch.placement,
-                              .ownership = ownership,
-                              .rank = rank}};
+                   .cut = {.form = batch.form,
+                           .rows = batch.source.rows,
+                           .length = batch.source.length,
+                           .packings = batch.packings,
+                           .placement = batch.placement,
+                           .ownership = ownership,
+                           .rank = rank}};
   for (const auto& [key, loaded] : batch.source.tokens) {
     const TokenTensor& row = *batch.source.table.find(key);
     const TokenView view = token_view(row, loaded, batch.form);
@@ -110,38 +110,38 @@ LocalBatch shard(const PackedBatch& batch, const Ownership& ownership,
   return local;
 }
 
-at::Tensor unshard(const at::Tensor& shares, const Layout& layout,
+at::Tensor unshard(const at::Tensor& shares, const Cut& cut,
                    const UnshardOptions& options) {
-  int64_t axis = options.axis.value_or(layout.axis());
+  int64_t axis = options.axis.value_or(cut.axis());
   check(axis >= -shares.dim() && axis < shares.dim(), "unshard: axis ", axis,
         " of ", describe(shares));
   if (axis < 0) axis += shares.dim();
-  const int64_t tokens = layout.ownership.tokens();
+  const int64_t tokens = cut.ownership.tokens();
   check(shares.size(axis) == tokens, "unshard: axis ", axis, " of ",
         describe(shares), " holds ", shares.size(axis), " tokens, but the ",
-        layout.ranks(), " shares have ", tokens, " together",
-        shares.size(axis) == layout.local_tokens()
+        cut.ranks(), " shares have ", tokens, " together",
+        shares.size(axis) == cut.local_tokens()
             ? "; give the tensors of all ranks, in rank order"
             : "");
-  Moves back = layout.ownership.to_all_ranks().inverse();
+  Moves back = cut.ownership.to_all_ranks().inverse();
   if (!options.trim) return move_tokens(shares, axis, back, options.fill);
-  back = back.then(layout.placement.inverse());
+  back = back.then(cut.placement.inverse());
   const at::Tensor whole = move_tokens(shares, axis, back, options.fill);
-  if (layout.form == Form::rows) return whole;
-  return whole.unflatten(axis, {layout.rows, layout.length});
+  if (cut.form == Form::rows) return whole;
+  return whole.unflatten(axis, {cut.rows, cut.length});
 }
 
-at::Tensor unshard(const std::vector<at::Tensor>& shards, const Layout& layout,
+at::Tensor unshard(const std::vector<at::Tensor>& shards, const Cut& cut,
                    const UnshardOptions& options) {
-  check(std::ssize(shards) == layout.ranks(), "unshard: ", shards.size(),
-        " tensors for ", layout.ranks(), " ranks; give one for each rank");
-  int64_t axis = options.axis.value_or(layout.axis());
-  for (int rank = 0; rank < layout.ranks(); ++rank) {
+  check(std::ssize(shards) == cut.ranks(), "unshard: ", shards.size(),
+        " tensors for ", cut.ranks(), " ranks; give one for each rank");
+  int64_t axis = options.axis.value_or(cut.axis());
+  for (int rank = 0; rank < cut.ranks(); ++rank) {
     const at::Tensor& shard = shards[static_cast<std::size_t>(rank)];
     check(shard.defined(), "unshard: rank ", rank, " gave no tensor");
     check(axis >= -shard.dim() && axis < shard.dim(), "unshard: axis ", axis,
           " of ", describe(shard), " from rank ", rank);
-    const int64_t held = layout.ownership.local_tokens(rank);
+    const int64_t held = cut.ownership.local_tokens(rank);
     check(shard.size(axis) == held, "unshard: rank ", rank, " gave ",
           describe(shard), "; expected its ", held, " tokens at axis ", axis);
     check(are_alike(shard, shards[0], axis), "unshard: rank ", rank, " gave ",
@@ -149,7 +149,7 @@ at::Tensor unshard(const std::vector<at::Tensor>& shards, const Layout& layout,
           describe(shards[0]), " on ", shards[0].device().str(),
           "; only their tokens may differ");
   }
-  return unshard(shards.size() == 1 ? shards[0] : at::cat(shards, axis), layout,
+  return unshard(shards.size() == 1 ? shards[0] : at::cat(shards, axis), cut,
                  options);
 }
 

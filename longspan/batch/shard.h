@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "longspan/batch/pack.h"
 
 namespace longspan {
@@ -13,7 +13,7 @@ struct LocalBatch {
   NamedTensors tokens;   ///< [L, ...] or [B, L, ...], in the caller's order,
                          ///< position_ids and padding_mask always among them
   NamedTensors payload;  ///< passed on from the rows
-  Layout layout;
+  Cut cut;
 };
 
 /// Keeps one rank's tokens of every per-token tensor. Out of place (the shares
@@ -31,17 +31,17 @@ struct UnshardOptions {
   bool trim = true;
   /// Stands where a loaded token was left behind by pack.
   at::Scalar fill = 0;
-  /// Token axis of the shards; that of the layout unless given.
+  /// Token axis of the shards; that of the cut unless given.
   std::optional<int64_t> axis = {};
 };
 
 /// The inverse of shard: the tensors of all ranks, in rank order, become one in
 /// the original order. Differentiable. With one rank, a list of one.
-at::Tensor unshard(const std::vector<at::Tensor>& shards, const Layout& layout,
+at::Tensor unshard(const std::vector<at::Tensor>& shards, const Cut& cut,
                    const UnshardOptions& options = {});
 
 /// The same from one tensor that holds all shares in rank order.
-at::Tensor unshard(const at::Tensor& shares, const Layout& layout,
+at::Tensor unshard(const at::Tensor& shares, const Cut& cut,
                    const UnshardOptions& options = {});
 
 }  // namespace longspan

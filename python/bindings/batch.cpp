@@ -3,8 +3,8 @@
 
 #include <optional>
 
+#include "longspan/batch/cut.h"
 #include "longspan/batch/derive.h"
-#include "longspan/batch/layout.h"
 #include "longspan/batch/pack.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/batch/shard.h"
@@ -81,17 +81,17 @@ void bind_table(py::module_& m) {
       });
 }
 
-py::tuple layout_state(const Layout& layout) {
+py::tuple cut_state(const Cut& cut) {
   std::vector<std::tuple<int64_t, int64_t, int64_t>> runs;
-  for (const Run& run : layout.placement.runs()) {
+  for (const Run& run : cut.placement.runs()) {
     runs.emplace_back(run.source, run.target, run.length);
   }
-  return py::make_tuple(name_of(layout.form), layout.rows, layout.length,
-                        layout.packings, runs, layout.placement.source_tokens(),
-                        layout.ownership, layout.rank);
+  return py::make_tuple(name_of(cut.form), cut.rows, cut.length, cut.packings,
+                        runs, cut.placement.source_tokens(), cut.ownership,
+                        cut.rank);
 }
 
-Layout layout_from(const py::tuple& state) {
+Cut cut_from(const py::tuple& state) {
   const auto ownership = state[6].cast<Ownership>();
   std::vector<Run> runs;
   for (const auto& [source, target, length] :
@@ -108,22 +108,22 @@ Layout layout_from(const py::tuple& state) {
           .rank = state[7].cast<int>()};
 }
 
-void bind_layout(py::module_& m) {
-  py::class_<Layout>(m, "Layout",
-                     "How one rank's tensors lie in the batch as loaded.")
-      .def_property_readonly(
-          "form", [](const Layout& layout) { return name_of(layout.form); })
-      .def_readonly("rows", &Layout::rows)
-      .def_readonly("length", &Layout::length)
-      .def_readonly("packings", &Layout::packings)
-      .def_readonly("ownership", &Layout::ownership)
-      .def_readonly("rank", &Layout::rank)
-      .def_property_readonly("ranks", &Layout::ranks)
-      .def_property_readonly("local_tokens", &Layout::local_tokens)
-      .def_property_readonly("axis", &Layout::axis)
-      .def("global_tokens", &Layout::global_tokens)
-      .def(py::pickle(&layout_state, &layout_from))
-      .def("__repr__", &Layout::to_string);
+void bind_cut(py::module_& m) {
+  py::class_<Cut>(m, "Cut",
+                  "How one rank's tensors lie in the batch as loaded.")
+      .def_property_readonly("form",
+                             [](const Cut& cut) { return name_of(cut.form); })
+      .def_readonly("rows", &Cut::rows)
+      .def_readonly("length", &Cut::length)
+      .def_readonly("packings", &Cut::packings)
+      .def_readonly("ownership", &Cut::ownership)
+      .def_readonly("rank", &Cut::rank)
+      .def_property_readonly("ranks", &Cut::ranks)
+      .def_property_readonly("local_tokens", &Cut::local_tokens)
+      .def_property_readonly("axis", &Cut::axis)
+      .def("global_tokens", &Cut::global_tokens)
+      .def(py::pickle(&cut_state, &cut_from))
+      .def("__repr__", &Cut::to_string);
 }
 
 void bind_batches(py::module_& m) {
@@ -158,7 +158,7 @@ void bind_batches(py::module_& m) {
   py::class_<LocalBatch>(m, "LocalBatch", "One rank's share of a batch.")
       .def_readonly("tokens", &LocalBatch::tokens)
       .def_readonly("payload", &LocalBatch::payload)
-      .def_readonly("layout", &LocalBatch::layout);
+      .def_readonly("cut", &LocalBatch::cut);
 
   m.def(
       "read_rows",
@@ -209,16 +209,16 @@ void bind_batches(py::module_& m) {
         py::arg("rank"), NoGil());
   m.def(
       "unshard",
-      [](const std::vector<at::Tensor>& shards, const Layout& layout, bool trim,
+      [](const std::vector<at::Tensor>& shards, const Cut& cut, bool trim,
          const py::object& fill, std::optional<int64_t> axis) {
         const UnshardOptions options{
             .trim = trim, .fill = scalar_of(fill, "unshard"), .axis = axis};
         const py::gil_scoped_release release;
         // One tensor may hold all shares.
-        return shards.size() == 1 ? unshard(shards[0], layout, options)
-                                  : unshard(shards, layout, options);
+        return shards.size() == 1 ? unshard(shards[0], cut, options)
+                                  : unshard(shards, cut, options);
       },
-      py::arg("shards"), py::arg("layout"), py::arg("trim") = true,
+      py::arg("shards"), py::arg("cut"), py::arg("trim") = true,
       py::arg("fill") = 0, py::arg("axis") = py::none());
 }
 
@@ -256,7 +256,7 @@ void bind_derived(py::module_& m) {
 
 void bind_batch(py::module_& m) {
   bind_table(m);
-  bind_layout(m);
+  bind_cut(m);
   bind_batches(m);
   bind_derived(m);
 }

@@ -167,7 +167,7 @@ class TokenTable:
     @property
     def rows(self) -> list[TokenTensor]: ...
 
-class Layout:
+class Cut:
     @property
     def form(self) -> str: ...
     @property
@@ -220,7 +220,7 @@ class LocalBatch:
     @property
     def payload(self) -> _Named: ...
     @property
-    def layout(self) -> Layout: ...
+    def cut(self) -> Cut: ...
 
 def read_rows(
     batch: _Named, table: TokenTable, sentinel: int, pass_through: Sequence[str]
@@ -240,7 +240,7 @@ def padding_for(kind: str, form: str, ranks: int, share: int = 1) -> tuple[int, 
 def shard(batch: PackedBatch, ownership: Ownership, rank: int) -> LocalBatch: ...
 def unshard(
     shards: Sequence[torch.Tensor],
-    layout: Layout,
+    cut: Cut,
     trim: bool = True,
     fill: int | float | bool = 0,
     axis: int | None = None,

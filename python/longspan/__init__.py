@@ -7,7 +7,7 @@ The words are those of the C++ library, and the work is done there.
 import torch as _torch  # noqa: F401  (its libraries must be loaded first)
 
 from longspan._C import (
-    Layout,
+    Cut,
     Mask,
     Ownership,
     PackedBatch,
@@ -85,7 +85,7 @@ __all__ = [
     "FETCHES",
     "STRATEGIES",
     "Group",
-    "Layout",
+    "Cut",
     "LocalBatch",
     "LostPeer",
     "Mask",

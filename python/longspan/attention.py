@@ -16,7 +16,7 @@ STRATEGIES = ("ring", "gathered", "needed", "head_parallel", "head_parallel_ring
 
 
 def attention_layout(
-    owners: _C.Ownership | LocalBatch | _C.Layout,
+    owners: _C.Ownership | LocalBatch | _C.Cut,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
 ) -> torch.Tensor:
     """Who owns which token and who may see whom, as the tensor that `attend`
@@ -26,8 +26,8 @@ def attention_layout(
     is causal inside the batch's documents unless one is given (or one a row).
     """
     if isinstance(owners, LocalBatch):
-        owners = owners.layout
-    if isinstance(owners, _C.Layout):
+        owners = owners.cut
+    if isinstance(owners, _C.Cut):
         ownership = owners.ownership
         if mask is None:
             mask = [_C.Mask.causal(packing) for packing in owners.packings]

@@ -174,7 +174,7 @@ def shard_chunks(
 
 def unshard(
     tensors: torch.Tensor | Sequence[torch.Tensor],
-    local: LocalBatch | _C.Layout,
+    local: LocalBatch | _C.Cut,
     *,
     group: Any = None,
     trim: bool = True,
@@ -189,10 +189,10 @@ def unshard(
     given: all ranks must call, and each gets the whole.
     Otherwise it is the tensors of all ranks in rank order, as a list or as one
     tensor that holds them all."""
-    layout = local.layout if isinstance(local, LocalBatch) else local
-    if not isinstance(layout, _C.Layout):
+    cut = local.cut if isinstance(local, LocalBatch) else local
+    if not isinstance(cut, _C.Cut):
         raise TypeError(
-            f"unshard: expected the dictionary that shard returned, or its layout; "
+            f"unshard: expected the dictionary that shard returned, or its cut; "
             f"got {type(local).__name__}"
         )
     over = None if group is None else Group.of(group)
@@ -201,13 +201,13 @@ def unshard(
     if isinstance(local, LocalBatch) and local.as_row:
         tensors = _without_row(tensors)
     if over is not None and isinstance(tensors, torch.Tensor):
-        tensors = _gathered(tensors, layout, over, axis)
+        tensors = _gathered(tensors, cut, over, axis)
     shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     if not isinstance(shards, Sequence) or not all(isinstance(t, torch.Tensor) for t in shards):
         raise TypeError("unshard: expected a tensor, or a list with the tensor of every rank")
     if not shards:
         raise ValueError("unshard: no tensors; give one for each rank")
-    return _C.unshard(shards, layout, trim, fill, axis)
+    return _C.unshard(shards, cut, trim, fill, axis)
 
 
 def _without_row(
@@ -225,19 +225,19 @@ def _without_row(
 
 
 def _gathered(
-    tensor: torch.Tensor, layout: _C.Layout, group: Group, axis: int | None
+    tensor: torch.Tensor, cut: _C.Cut, group: Group, axis: int | None
 ) -> torch.Tensor:
-    if group.size() != layout.ranks:
+    if group.size() != cut.ranks:
         raise ValueError(
-            f"unshard: the batch was cut for {layout.ranks} ranks, the group has {group.size()}"
+            f"unshard: the batch was cut for {cut.ranks} ranks, the group has {group.size()}"
         )
-    axis = layout.axis if axis is None else axis
-    if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] != layout.local_tokens:
+    axis = cut.axis if axis is None else axis
+    if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] != cut.local_tokens:
         raise ValueError(
-            f"unshard: expected this rank's {layout.local_tokens} tokens at axis {axis} of "
+            f"unshard: expected this rank's {cut.local_tokens} tokens at axis {axis} of "
             f"{list(tensor.shape)}"
         )
-    sizes = [layout.ownership.local_tokens(rank) for rank in range(layout.ranks)]
+    sizes = [cut.ownership.local_tokens(rank) for rank in range(cut.ranks)]
     return all_gather_tokens(tensor, axis=axis, sizes=sizes, group=group)
 
 
@@ -391,4 +391,4 @@ def share(
         entries["cu_seqlens"] = _C.cumulative_lengths(packing).to(device)
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
-    return LocalBatch(entries, local.layout, group)
+    return LocalBatch(entries, local.cut, group)

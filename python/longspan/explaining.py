@@ -109,35 +109,35 @@ def explain(
     else:
         check_group("explain", state, group)
     if isinstance(batch, LocalBatch):
-        layout = batch.layout
+        cut = batch.cut
     else:
         rows, others = read(batch)
         made = shard_for_layers(
             batch, rows, others, state, None, None, 1, Agreement("explain", None)
         )
-        layout = made.layout
+        cut = made.cut
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(
-        _cost(layer, state, layout, dtype or dtypes[layer.name], device) for layer in state.layers
+        _cost(layer, state, cut, dtype or dtypes[layer.name], device) for layer in state.layers
     )
-    return Explanation(layout.rank, layout.ranks, layout.local_tokens, costs)
+    return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs)
 
 
 def _cost(
     layer: AttentionLayer,
     state: Parallelized,
-    layout: _C.Layout,
+    cut: _C.Cut,
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerCost:
     made = plan(
-        layout.ownership,
-        layer.masks(layout),
+        cut.ownership,
+        layer.masks(cut),
         strategy=state.strategy,
-        rank=layout.rank,
+        rank=cut.rank,
         key_heads=layer.key_heads,
-        rows=len(layout.packings),
+        rows=len(cut.packings),
     )
 
     def sent(which: str) -> int:
@@ -150,7 +150,7 @@ def _cost(
             bytes_per_element=dtype.itemsize,
         )
 
-    rows, tokens = len(layout.packings), layout.ownership.tokens
+    rows, tokens = len(cut.packings), cut.ownership.tokens
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
         one = torch.empty(1, dtype=dtype, device=device)
@@ -160,7 +160,7 @@ def _cost(
         tensor(layer.heads, layer.head_dim),
         tensor(layer.key_heads, layer.head_dim),
         tensor(layer.key_heads, layer.value_dim),
-        mask=layer.masks(layout),
+        mask=layer.masks(cut),
         softcap=layer.softcap,
     )
     return LayerCost(

@@ -14,44 +14,44 @@ KEYWORD = "longspan"
 
 class LocalBatch(dict[str, Any]):
     """One rank's share of a batch: a dictionary for ``model(**local)`` that also
-    carries its `layout`, and the `group` it was cut for where there is one, so that
+    carries the `cut` it came from, and the `group` it was cut for where there is one, so that
     ``unshard(tensor, local)`` needs nothing else. With `as_row` a stream [T, ...] lies
     in the tensors as one row [1, T, ...], as models want it."""
 
-    layout: _C.Layout
+    cut: _C.Cut
     group: Group | None
     as_row: bool
 
     def __init__(
         self,
         entries: Mapping[str, Any],
-        layout: _C.Layout | None = None,
+        cut: _C.Cut | None = None,
         group: Group | None = None,
         as_row: bool = False,
     ) -> None:
         super().__init__(entries)
-        if layout is None:
+        if cut is None:
             # Trainers rebuild the mappings they move to a device, as type(batch)(entries).
             attention = self.get(KEYWORD)
             if attention is None:
                 raise TypeError(
                     "LocalBatch: entries alone do not say how they were cut; shard makes them "
-                    "with a model, or give the layout"
+                    "with a model, or give the cut"
                 )
-            layout, group = attention.layout, attention.group
-            as_row = attention.layout.form == "stream"
-        assert layout is not None
-        self.layout = layout
+            cut, group = attention.cut, attention.group
+            as_row = attention.cut.form == "stream"
+        assert cut is not None
+        self.cut = cut
         self.group = group
         self.as_row = as_row
 
     def __repr__(self) -> str:
-        return f"LocalBatch({super().__repr__()}, {self.layout})"
+        return f"LocalBatch({super().__repr__()}, {self.cut})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups do not leave their process, nor does what attends over them.
         entries = {key: value for key, value in self.items() if key != KEYWORD}
-        return LocalBatch, (entries, self.layout, None, self.as_row)
+        return LocalBatch, (entries, self.cut, None, self.as_row)
 
     def copy(self) -> LocalBatch:
         return self | {}
@@ -59,4 +59,4 @@ class LocalBatch(dict[str, Any]):
     __copy__ = copy
 
     def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
-        return LocalBatch(dict(self) | dict(other), self.layout, self.group, self.as_row)
+        return LocalBatch(dict(self) | dict(other), self.cut, self.group, self.as_row)

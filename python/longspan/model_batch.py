@@ -70,10 +70,10 @@ def shard_for_layers(
         agreement,
         also,
     )
-    _check_shares(local.layout)
+    _check_shares(local.cut)
     for key in _NOT_FOR_MODELS:
         local.pop(key, None)
-    if local.layout.form == "stream":
+    if local.cut.form == "stream":
         for key in dict(rows.tokens).keys() & local.keys() | {"position_ids"}:
             # [T, ...], or [planes, T]
             planes = key == "position_ids" and local[key].dim() == 2
@@ -83,7 +83,7 @@ def shard_for_layers(
         local.setdefault("labels", local["shift_labels"])
         local.setdefault("num_items_in_batch", targets)
     local["use_cache"] = False
-    local[KEYWORD] = LocalAttention(local.layout, ranks, state.strategy, state.windows)
+    local[KEYWORD] = LocalAttention(local.cut, ranks, state.strategy, state.windows)
     return local
 
 
@@ -118,12 +118,12 @@ def _cut_of(
     return state.ownership, None
 
 
-def _check_shares(layout: _C.Layout) -> None:
+def _check_shares(cut: _C.Cut) -> None:
     """transformers cannot reshape tensors without tokens."""
-    sizes = [layout.ownership.local_tokens(rank) for rank in range(layout.ranks)]
-    if layout.rows == 0 or 0 in sizes:
+    sizes = [cut.ownership.local_tokens(rank) for rank in range(cut.ranks)]
+    if cut.rows == 0 or 0 in sizes:
         raise ValueError(
-            f"shard: ranks would hold {', '.join(map(str, sizes))} tokens of {layout.rows} rows; a "
+            f"shard: ranks would hold {', '.join(map(str, sizes))} tokens of {cut.rows} rows; a "
             f"model needs some on every rank, so give more tokens or another ownership"
         )
 

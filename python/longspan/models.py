@@ -38,9 +38,9 @@ class AttentionLayer:
     softcap: float | None = None
     sink: bool = False
 
-    def masks(self, layout: _C.Layout) -> list[_C.Mask]:
+    def masks(self, cut: _C.Cut) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
-        return masks_for(layout, self.window)
+        return masks_for(cut, self.window)
 
 
 @dataclass
@@ -81,11 +81,11 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def masks_for(layout: _C.Layout, window: int | None) -> list[_C.Mask]:
+def masks_for(cut: _C.Cut, window: int | None) -> list[_C.Mask]:
     """Causal inside documents, and with a window only that many keys."""
     return [
         _C.Mask.causal(packing) if window is None else _C.Mask.sliding(packing, window)
-        for packing in layout.packings
+        for packing in cut.packings
     ]
 
 
@@ -98,15 +98,15 @@ class LocalAttention:
     keyword arguments leave it alone, and the layouts stay on the host."""
 
     def __init__(
-        self, layout: _C.Layout, group: Group, strategy: str, windows: list[int | None]
+        self, cut: _C.Cut, group: Group, strategy: str, windows: list[int | None]
     ) -> None:
-        self.layout = layout
+        self.cut = cut
         self.group = group
         self.strategy = strategy
         self._layouts = {window: self._layout_for(window) for window in windows}
 
     def _layout_for(self, window: int | None) -> torch.Tensor:
-        return attention_layout(self.layout.ownership, masks_for(self.layout, window))
+        return attention_layout(self.cut.ownership, masks_for(self.cut, window))
 
     def attend(
         self,

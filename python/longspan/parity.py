@@ -235,9 +235,9 @@ def _whole(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any
 def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
     """[B, S]: 1, 2, ... over all rows, 0 where there is no document."""
     whole = shard(batch, rank=0, ranks=1, **_for_one_rank(options))
-    packings = whole.layout.packings
+    packings = whole.cut.packings
     made = [_C.document_ids(packing) for packing in packings]
-    if len(made) == 1 and whole.layout.form == "stream":
+    if len(made) == 1 and whole.cut.form == "stream":
         ids = unshard([made[0]], whole)
     else:
         rows, used = [], 0

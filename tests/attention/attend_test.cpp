@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "longspan/comm/run_ranks.h"
 #include "tests/support/values.h"
 

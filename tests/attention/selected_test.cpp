@@ -5,7 +5,7 @@
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/selected_work.h"
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "longspan/comm/run_ranks.h"
 #include "longspan/core/even_pieces.h"
 

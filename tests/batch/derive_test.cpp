@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 #include "tests/support/property.h"
 #include "tests/support/values.h"
 

@@ -51,8 +51,8 @@ void every_token_is_held_once(const OwnershipCase& c) {
     const at::Tensor held = at::tensor(share, at::kLong);
     // Loaded tokens are numbered by their column, which is their place.
     ASSERT_TRUE(find_tensor(local.tokens, "input_ids").equal(held));
-    ASSERT_TRUE(local.layout.global_tokens().equal(held));
-    ASSERT_EQ(local.layout.local_tokens(), std::ssize(share));
+    ASSERT_TRUE(local.cut.global_tokens().equal(held));
+    ASSERT_EQ(local.cut.local_tokens(), std::ssize(share));
     const at::Tensor positions = find_tensor(local.tokens, "position_ids");
     const at::Tensor padding = find_tensor(local.tokens, "padding_mask");
     for (int64_t i = 0; i < std::ssize(share); ++i) {
@@ -63,11 +63,11 @@ void every_token_is_held_once(const OwnershipCase& c) {
     shards.push_back(held);
     pads.push_back(padding);
   }
-  const Layout layout = shard(batch, ownership, 0).layout;
+  const Cut cut = shard(batch, ownership, 0).cut;
   const at::Tensor whole = at::arange(packing.tokens());
-  ASSERT_TRUE(unshard(shards, layout).equal(whole.unsqueeze(0)));
-  ASSERT_TRUE(unshard(shards, layout, {.trim = false}).equal(whole));
-  const at::Tensor padding = unshard(pads, layout, {.trim = false});
+  ASSERT_TRUE(unshard(shards, cut).equal(whole.unsqueeze(0)));
+  ASSERT_TRUE(unshard(shards, cut, {.trim = false}).equal(whole));
+  const at::Tensor padding = unshard(pads, cut, {.trim = false});
   ASSERT_EQ(padding.logical_not().sum().item<int64_t>(), packing.real_tokens());
 }
 
@@ -136,12 +136,12 @@ TEST(Shard, PassesGradientsBothWays) {
   const Ownership ownership =
       Ownership::per_document_head_tail(batch.packings[0], 3);
   std::vector<at::Tensor> shares;
-  Layout layout = shard(batch, ownership, 0).layout;
+  Cut cut = shard(batch, ownership, 0).cut;
   for (int rank = 0; rank < 3; ++rank) {
     shares.push_back(
         find_tensor(shard(batch, ownership, rank).tokens, "inputs_embeds"));
   }
-  const at::Tensor back = unshard(shares, layout);
+  const at::Tensor back = unshard(shares, cut);
   EXPECT_TRUE(back.equal(x));
   const at::Tensor y = at::arange(24, at::kDouble).flip(0).view({2, 4, 3});
   EXPECT_TRUE(torch::autograd::grad({back}, {x}, {y})[0].equal(y));
@@ -164,7 +164,7 @@ TEST(Unshard, FillsWhatPackingLeftBehind) {
            Form::stream);
   const LocalBatch local = shard(batch, Ownership::of_sizes({2}), 0);
   const at::Tensor share = find_tensor(local.tokens, "input_ids");
-  EXPECT_TRUE(unshard(share, local.layout, {.fill = -9})
+  EXPECT_TRUE(unshard(share, local.cut, {.fill = -9})
                   .equal(at::tensor({-9, 1, 2, -9}, at::kLong).view({1, 4})));
 }
 
@@ -172,8 +172,8 @@ PackedBatch some_rows() {
   return pack(read_rows({{"input_ids", ids(2, 4)}}), Form::rows);
 }
 
-Layout some_layout() {
-  return shard(some_rows(), Ownership::contiguous(4, 2), 0).layout;
+Cut some_cut() {
+  return shard(some_rows(), Ownership::contiguous(4, 2), 0).cut;
 }
 
 class ShardRefusal : public ::testing::TestWithParam<Refusal> {};
@@ -201,30 +201,29 @@ INSTANTIATE_TEST_SUITE_P(
          [] { take_share(ids(1, 5), Ownership::contiguous(4, 2), 0, 1); },
          "take_share: axis 1 of int64 [1, 5] is not the 4 tokens of the " +
              Ownership::contiguous(4, 2).to_string()},
-        {"OneShareOfTwo", [] { unshard(ids(2, 2), some_layout()); },
+        {"OneShareOfTwo", [] { unshard(ids(2, 2), some_cut()); },
          "unshard: axis 1 of int64 [2, 2] holds 2 tokens, but the 2 shares "
          "have 4 together; give the tensors of all ranks, in rank order"},
         {"ThreeSharesOfTwo",
-         [] { unshard(std::vector<at::Tensor>(3, ids(2, 2)), some_layout()); },
+         [] { unshard(std::vector<at::Tensor>(3, ids(2, 2)), some_cut()); },
          "unshard: 3 tensors for 2 ranks; give one for each rank"},
         {"NoShare",
-         [] { unshard(std::vector<at::Tensor>{ids(2, 2), {}}, some_layout()); },
+         [] { unshard(std::vector<at::Tensor>{ids(2, 2), {}}, some_cut()); },
          "unshard: rank 1 gave no tensor"},
         {"ShareOfOtherLength",
-         [] { unshard(std::vector{ids(2, 2), ids(2, 3)}, some_layout()); },
+         [] { unshard(std::vector{ids(2, 2), ids(2, 3)}, some_cut()); },
          "unshard: rank 1 gave int64 [2, 3]; expected its 2 tokens at axis 1"},
         {"SharesOfOtherTypes",
          [] {
-           unshard(std::vector{ids(2, 2), ids(2, 2).to(at::kInt)},
-                   some_layout());
+           unshard(std::vector{ids(2, 2), ids(2, 2).to(at::kInt)}, some_cut());
          },
          "unshard: rank 1 gave int32 [2, 2] on cpu but rank 0 int64 [2, 2] on "
          "cpu; only their tokens may differ"},
         {"SharesOfOtherRows",
-         [] { unshard(std::vector{ids(2, 2), ids(3, 2)}, some_layout()); },
+         [] { unshard(std::vector{ids(2, 2), ids(3, 2)}, some_cut()); },
          "unshard: rank 1 gave int64 [3, 2] on cpu but rank 0 int64 [2, 2] on "
          "cpu; only their tokens may differ"},
-        {"UnshardAxis", [] { unshard(ids(2, 4), some_layout(), {.axis = 2}); },
+        {"UnshardAxis", [] { unshard(ids(2, 4), some_cut(), {.axis = 2}); },
          "unshard: axis 2 of int64 [2, 4]"},
     }),
     test::refusal_name);

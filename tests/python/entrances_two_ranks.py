@@ -109,7 +109,7 @@ ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
         "input_ids"
     ],
     "unshard": lambda g: longspan.unshard(cut(g)["input_ids"], cut(g)),
-    "unshard_over": lambda g: longspan.unshard(cut(g)["input_ids"], cut(g).layout, group=g),
+    "unshard_over": lambda g: longspan.unshard(cut(g)["input_ids"], cut(g).cut, group=g),
     "agree": lambda g: torch.tensor(longspan.agree(g, {"packing": Packing.single(4)}) is None),
     "reduce_loss": lambda g: longspan.reduce_loss(torch.ones(()), 1 + rank_of(g), g),
     "gradients": summed,

@@ -317,11 +317,11 @@ def counted(tokens: Sequence[Token], more: int) -> list[int]:
 def check_tensors(local: longspan.LocalBatch, tokens: list[list[Token]], case: Case) -> None:
     """Every tensor of a share, against the tokens it must hold (one list for
     each row, or one for the stream)."""
-    rows = local.layout.form == "rows"
+    rows = local.cut.form == "rows"
 
     def expect(key: str, values: list[list[Any]], dtype: torch.dtype) -> None:
         expected = torch.tensor(values, dtype=dtype)
-        width = local.layout.local_tokens
+        width = local.cut.local_tokens
         shape = (len(tokens), width) if rows else (width,)
         torch.testing.assert_close(
             local[key], expected.reshape(shape), rtol=0, atol=0, msg=lambda m: f"{key}: {m}"
@@ -370,7 +370,7 @@ class TestEveryLayout:
         batch = batch_of(case)
         locals_ = share_all(batch, ranks, layout=layout, multiple=multiple)
         whole_rows = laid_out(case, kind, form, ranks, multiple)
-        packings = locals_[0].layout.packings
+        packings = locals_[0].cut.packings
         loaded = [t.source for row in whole_rows for t in row if t.source is not None]
         real = [t.source for row in whole_rows for t in row if t.real]
         expected_real = sum(d.length for row in case.rows for d in row)
@@ -379,22 +379,22 @@ class TestEveryLayout:
 
         held: list[int] = []
         for rank, local in enumerate(locals_):
-            assert local.layout.rank == rank
-            assert local.layout.ranks == ranks
-            assert local.layout.form == form
+            assert local.cut.rank == rank
+            assert local.cut.ranks == ranks
+            assert local.cut.form == form
             tokens = len(whole_rows[0]) if whole_rows else up(case.length, 1)
             if form == "rows":
-                tokens = local.layout.ownership.tokens
+                tokens = local.cut.ownership.tokens
                 slots = [tokens]
             else:
                 slots = slots_in(whole_rows[0], packings[0])
             share = share_of(kind, slots, ranks, rank)
-            assert local.layout.local_tokens == len(share)
-            assert local.layout.local_tokens % multiple == 0
-            assert local.layout.global_tokens().tolist() == share
+            assert local.cut.local_tokens == len(share)
+            assert local.cut.local_tokens % multiple == 0
+            assert local.cut.global_tokens().tolist() == share
             held += share
             check_tensors(local, [[row[i] for i in share] for row in whole_rows], case)
-        assert sorted(held) == list(range(locals_[0].layout.ownership.tokens))
+        assert sorted(held) == list(range(locals_[0].cut.ownership.tokens))
 
         # Back again: each loaded token with a slot stands where it was.
         ids = batch["input_ids"]
@@ -407,13 +407,13 @@ class TestEveryLayout:
         for row, column in real:
             assert back[row, column] == row * 1000 + column
         # All shares in one tensor, by layout instead of by dictionary.
-        joined = torch.cat(shards, locals_[0].layout.axis)
-        again = longspan.unshard(joined, locals_[0].layout, fill=-1)
+        joined = torch.cat(shards, locals_[0].cut.axis)
+        again = longspan.unshard(joined, locals_[0].cut, fill=-1)
         torch.testing.assert_close(again, expected, rtol=0, atol=0)
         # Untrimmed: the padded rows or stream.
         padded = longspan.unshard(shards, locals_[0], trim=False)
         values = [[value_of(t, 0) for t in row] for row in whole_rows]
-        tokens = locals_[0].layout.ownership.tokens
+        tokens = locals_[0].cut.ownership.tokens
         shape = (len(case.rows), tokens) if form == "rows" else (tokens,)
         torch.testing.assert_close(
             padded, torch.tensor(values, dtype=torch.long).reshape(shape), rtol=0, atol=0
@@ -425,9 +425,9 @@ class TestEveryLayout:
         batch = batch_of(case)
         whole_rows = laid_out(case, kind, form, ranks, multiple)
         local = longspan.shard(batch, rank=ranks - 1, ranks=ranks, layout=layout, multiple=multiple)
-        packings = local.layout.packings
-        ownership = local.layout.ownership
-        share = local.layout.global_tokens()
+        packings = local.cut.packings
+        ownership = local.cut.ownership
+        share = local.cut.global_tokens()
         assert len(packings) == len(whole_rows)
         for packing, tokens in zip(packings, whole_rows, strict=True):
             numbers = longspan.document_ids(packing)
@@ -462,7 +462,7 @@ def test_given_positions_count_on_into_the_pads(case: Case, layout: str, ranks: 
     kind, form = next((k, f) for name, k, f in LAYOUTS if name == layout)
     whole_rows = laid_out(case, kind, form, ranks, 1)
     for local in share_all(batch_of(case), ranks, layout=layout):
-        share = local.layout.global_tokens()
+        share = local.cut.global_tokens()
         planes = 3 if case.positions == "planes" else 1
         for plane in range(planes):
             expected = []
@@ -546,7 +546,7 @@ class TestUnevenShares:
             share = [t for begin, end in ranges for t in range(begin, end)]
             assert torch.equal(local["input_ids"], flat[..., share])
             assert torch.equal(local["position_ids"], flat[..., share])
-            assert local.layout.global_tokens().tolist() == share
+            assert local.cut.global_tokens().tolist() == share
         back = longspan.unshard([local["input_ids"] for local in locals_], locals_[0])
         assert torch.equal(back, batch["input_ids"])
 
@@ -815,7 +815,7 @@ def test_meta_tensors_give_meta_shares() -> None:
         local = longspan.shard(batch, rank=0, ranks=2, layout=layout)
         for key in ("input_ids", "position_ids", "padding_mask"):
             assert local[key].is_meta
-            assert local[key].shape[-1] == local.layout.local_tokens
+            assert local[key].shape[-1] == local.cut.local_tokens
         assert local["input_ids"].dim() == (2 if form == "rows" else 1)
 
 

@@ -178,8 +178,8 @@ def assert_same(batch: dict[Any, Any], before: list[tuple[Any, ...]]) -> None:
 
 def check_round_trip(batch: dict[Any, Any], locals_: list[longspan.LocalBatch]) -> None:
     """Loaded tokens come back to their places; what is real came along."""
-    layout = locals_[0].layout
-    held = sorted(t for local in locals_ for t in local.layout.global_tokens().tolist())
+    layout = locals_[0].cut
+    held = sorted(t for local in locals_ for t in local.cut.global_tokens().tolist())
     assert held == list(range(layout.ownership.tokens))
     pads = [local["padding_mask"] for local in locals_]
     for key in ("input_ids", "inputs_embeds", "labels", "loss_mask"):
@@ -298,7 +298,7 @@ def test_right_batches_always_come_back(
     check_round_trip(batch, locals_)
     # Pads are known from the packing alone, and every real token is held once.
     real = sum(int((~local["padding_mask"]).sum()) for local in locals_)
-    assert real == sum(packing.real_tokens for packing in locals_[0].layout.packings)
+    assert real == sum(packing.real_tokens for packing in locals_[0].cut.packings)
 
 
 @given(

@@ -62,7 +62,7 @@ def test_a_share_comes_back_with_its_layout(layout: str) -> None:
     shares = [longspan.shard(ROWS, rank=r, ranks=2, layout=layout) for r in range(2)]
     for share in (pickle.loads(pickle.dumps(shares[0])), copy.deepcopy(shares[0])):
         assert list(share) == list(shares[0])
-        assert repr(share.layout) == repr(shares[0].layout)
+        assert repr(share.cut) == repr(shares[0].cut)
         back = longspan.unshard([share["input_ids"], shares[1]["input_ids"]], share)
         assert torch.equal(back, ROWS["input_ids"])
 
@@ -71,9 +71,9 @@ def test_copies_and_unions_keep_the_layout() -> None:
     share = longspan.shard(ROWS, rank=0, ranks=2)
     for again in (share.copy(), share | {"more": 1}, copy.copy(share)):
         assert isinstance(again, longspan.LocalBatch)
-        assert again.layout is share.layout
+        assert again.cut is share.cut
     assert (share | {"more": 1})["more"] == 1
-    assert "Layout(rows, head-tail, rank 0 of 2" in repr(share)
+    assert "Cut(rows, head-tail, rank 0 of 2" in repr(share)
 
 
 def _collate(samples: list[torch.Tensor]) -> Any:
@@ -85,7 +85,7 @@ def test_a_loaders_worker_may_shard() -> None:
     (share,) = list(loader)
     assert isinstance(share, longspan.LocalBatch)
     assert share["input_ids"].tolist() == [[2, 3, 4, 5]] * 2
-    assert share.layout.rank == 1
+    assert share.cut.rank == 1
 
 
 REFUSED = {

@@ -343,7 +343,7 @@ class LocalAttention(Transformer):
     """Every rank on its own, as a layer does that nobody has told."""
 
     def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
-        tokens = local.layout.local_tokens
+        tokens = local.cut.local_tokens
         return longspan.attention_layout(Ownership.contiguous(tokens, 1))
 
     def attention_group(self, group: Group) -> Group:
@@ -354,13 +354,13 @@ class NoDocuments(Transformer):
     """Documents are forgotten: causal over the whole row or stream."""
 
     def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
-        owners = local.layout.ownership
+        owners = local.cut.ownership
         return longspan.attention_layout(owners, Mask.causal(Packing.single(owners.tokens)))
 
 
 class FullMask(Transformer):
     def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
-        owners = local.layout.ownership
+        owners = local.cut.ownership
         return longspan.attention_layout(owners, Mask.full(Packing.single(owners.tokens)))
 
 
@@ -559,7 +559,7 @@ class TwoHalves(Transformer):
     """Knows by itself that every row holds two documents."""
 
     def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
-        owners = local.layout.ownership
+        owners = local.cut.ownership
         return longspan.attention_layout(owners, Mask.causal(Packing.of([8, 8])))
 
 

@@ -249,7 +249,7 @@ def test_documents_of_a_flattening_collator() -> None:
         batch = DataCollatorWithFlattening(return_tensors="pt", **options)(features)
         local = longspan.shard(batch, model=model)
         assert not any(key.startswith(("cu_seq_lens", "max_length")) for key in local)
-        assert local.layout.packings[0].documents == 2
+        assert local.cut.packings[0].documents == 2
         # The collator leaves the first token of every document out of the labels.
         assert local["num_items_in_batch"] == 5
         logits.append(model(**local).logits)
@@ -260,7 +260,7 @@ def test_trainers_rebuild_batches() -> None:
     model = longspan.parallelize(decoder("llama"))
     local = longspan.shard(packed([7, 5]).batch, model=model, layout="contiguous-stream")
     moved = type(local)({key: value for key, value in local.items()})
-    assert moved.as_row and moved.layout.ownership == local.layout.ownership
+    assert moved.as_row and moved.cut.ownership == local.cut.ownership
     assert model(**moved).loss == model(**copy.copy(local)).loss
     with pytest.raises(TypeError, match="entries alone do not say how they were cut"):
         LocalBatch({"input_ids": moved["input_ids"]})
@@ -576,7 +576,7 @@ def test_a_group_of_one_is_one_rank() -> None:
     """A solo model takes batches cut for any group of one rank."""
     model = longspan.parallelize(decoder("llama"))
     local = longspan.shard(packed([7]).batch, Group.solo(), model=model)
-    assert local.layout.ranks == 1
+    assert local.cut.ranks == 1
 
 
 def test_a_loss_of_its_own_is_refused() -> None:

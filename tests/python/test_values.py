@@ -298,15 +298,15 @@ class TestTokenTable:
 
 def test_a_layout_explains_itself() -> None:
     local = longspan.shard({"input_ids": torch.zeros(2, 6).long()}, rank=1, ranks=3)
-    assert repr(local.layout) == (
-        "Layout(rows, head-tail, rank 1 of 3, 2 of 6 tokens in each of 2 rows)"
+    assert repr(local.cut) == (
+        "Cut(rows, head-tail, rank 1 of 3, 2 of 6 tokens in each of 2 rows)"
     )
-    assert (local.layout.rows, local.layout.length, local.layout.axis) == (2, 6, 1)
+    assert (local.cut.rows, local.cut.length, local.cut.axis) == (2, 6, 1)
     stream = longspan.shard(
         {"input_ids": torch.zeros(2, 6).long()}, rank=1, ranks=3, layout="contiguous-stream"
     )
-    assert repr(stream.layout) == "Layout(stream, contiguous, rank 1 of 3, 4 of 12 tokens)"
-    assert stream.layout.axis == 0
+    assert repr(stream.cut) == "Cut(stream, contiguous, rank 1 of 3, 4 of 12 tokens)"
+    assert stream.cut.axis == 0
 
 
 def test_everything_public_has_a_name() -> None:

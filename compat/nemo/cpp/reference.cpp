@@ -6,8 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "longspan/batch/cut.h"
 #include "longspan/batch/host.h"
-#include "longspan/batch/layout.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/core/check.h"
 #include "longspan/core/mask.h"

@@ -22,7 +22,7 @@ enum class Form { rows, stream };
 ///
 /// Always true: placement goes from loaded tokens (one row's S, or all B * S)
 /// to padded tokens (S', or T), and those are the tokens of the ownership.
-struct Layout {
+struct Cut {
   Form form = Form::rows;
   int64_t rows = 0;
   int64_t length = 0;

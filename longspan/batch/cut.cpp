@@ -1,4 +1,4 @@
-#include "longspan/batch/layout.h"
+#include "longspan/batch/cut.h"
 
 #include <ATen/ATen.h>
 
@@ -20,12 +20,12 @@ at::Tensor token_indices(const Ownership& ownership, int rank) {
   return indices;
 }
 
-at::Tensor Layout::global_tokens() const {
+at::Tensor Cut::global_tokens() const {
   return token_indices(ownership, rank);
 }
 
-std::string Layout::to_string() const {
-  return join("Layout(", form == Form::rows ? "rows" : "stream", ", ",
+std::string Cut::to_string() const {
+  return join("Cut(", form == Form::rows ? "rows" : "stream", ", ",
               longspan::to_string(ownership.kind()), ", rank ", rank, " of ",
               ranks(), ", ", local_tokens(), " of ", ownership.tokens(),
               form == Form::rows ? join(" tokens in each of ", rows, " rows)")
