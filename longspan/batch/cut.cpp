@@ -25,7 +25,7 @@ at::Tensor Cut::global_tokens() const {
 }
 
 std::string Cut::to_string() const {
-  return join("Cut(", form == Form::rows ? "rows" : "stream", ", ",
+  return join("Cut(", longspan::to_string(form), ", ",
               longspan::to_string(ownership.kind()), ", rank ", rank, " of ",
               ranks(), ", ", local_tokens(), " of ", ownership.tokens(),
               form == Form::rows ? join(" tokens in each of ", rows, " rows)")

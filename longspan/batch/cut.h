@@ -8,14 +8,11 @@
 
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
+#include "longspan/core/named_layout.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 
 namespace longspan {
-
-/// Whether rows stay rows, [B, S, ...] cut along S, or their documents become
-/// one stream [T, ...].
-enum class Form { rows, stream };
 
 /// How one rank's tensors lie in the batch as loaded: all that is needed to
 /// bring them back.

@@ -8,6 +8,7 @@
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
 #include "longspan/core/multiple.h"
+#include "longspan/core/named_layout.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 #include "longspan/core/tile.h"
@@ -217,6 +218,32 @@ std::string name_of(Coverage coverage) {
   throw InternalError("a Coverage without a name");
 }
 
+void bind_layouts(py::module_& m) {
+  py::class_<NamedLayout>(m, "NamedLayout",
+                          "A way to cut batches that has a name.")
+      .def_property_readonly(
+          "name",
+          [](const NamedLayout& layout) { return std::string(layout.name); })
+      .def_property_readonly(
+          "kind",
+          [](const NamedLayout& layout) { return to_string(layout.kind); })
+      .def_property_readonly(
+          "form",
+          [](const NamedLayout& layout) { return to_string(layout.form); })
+      .def("__repr__", [](const NamedLayout& layout) {
+        return join("NamedLayout(", layout.name, ")");
+      });
+  m.def("named_layouts", [] {
+    return std::vector(named_layouts().begin(), named_layouts().end());
+  });
+  m.def(
+      "layout_named",
+      [](const std::string& who, const std::string& name) {
+        return layout_named(who, name);
+      },
+      py::arg("who"), py::arg("name"));
+}
+
 void bind_mask(py::module_& m) {
   py::class_<Mask>(m, "Mask", "Which keys a query may see.")
       .def_static("causal", &Mask::causal, py::arg("packing"))
@@ -317,6 +344,7 @@ void bind_core(py::module_& m) {
   bind_range(m);
   bind_packing(m);
   bind_ownership(m);
+  bind_layouts(m);
   bind_mask(m);
   bind_work(m);
 }

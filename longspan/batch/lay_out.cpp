@@ -1,0 +1,36 @@
+#include "longspan/batch/lay_out.h"
+
+#include <utility>
+
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+PackedBatch pad(const PackedBatch& batch, const NamedLayout& layout, int ranks,
+                int64_t share) {
+  check(batch.form == layout.form, "pad: layout '", layout.name, "' cuts ",
+        to_string(layout.form), ", but the batch is ", to_string(batch.form));
+  return pad(batch, padding_for(layout.kind, layout.form, ranks, share));
+}
+
+PackedBatch pad(const PackedBatch& batch, const Ownership& ownership) {
+  const bool longer = ownership.tokens() > batch.tokens() && batch.tokens() > 0;
+  return longer ? pad(batch, PadTo{.total_multiple = ownership.tokens()})
+                : batch;
+}
+
+LaidOut lay_out(RowBatch batch, const NamedLayout& layout, int ranks,
+                int64_t share) {
+  PackedBatch packed =
+      pad(pack(std::move(batch), layout.form), layout, ranks, share);
+  const Packing cut = layout.form == Form::stream
+                          ? packed.packings.front()
+                          : Packing::single(packed.tokens());
+  return {std::move(packed), Ownership::of(layout.kind, cut, ranks)};
+}
+
+LaidOut lay_out(RowBatch batch, const Ownership& ownership, Form form) {
+  return {pad(pack(std::move(batch), form), ownership), ownership};
+}
+
+}  // namespace longspan

@@ -1,0 +1,47 @@
+#include "longspan/core/named_layout.h"
+
+#include <array>
+#include <string>
+
+#include "longspan/core/check.h"
+
+namespace longspan {
+
+namespace {
+
+constexpr std::array kLayouts{
+    NamedLayout{"head-tail", OwnershipKind::head_tail, Form::rows},
+    NamedLayout{"contiguous-rows", OwnershipKind::contiguous, Form::rows},
+    NamedLayout{"contiguous-stream", OwnershipKind::contiguous, Form::stream},
+    NamedLayout{"head-tail-stream", OwnershipKind::head_tail, Form::stream},
+    NamedLayout{"per-document-head-tail", OwnershipKind::per_document_head_tail,
+                Form::stream},
+};
+
+}  // namespace
+
+std::string_view to_string(Form form) {
+  return form == Form::rows ? "rows" : "stream";
+}
+
+Form form_named(std::string_view who, std::string_view name) {
+  check(name == "rows" || name == "stream", who, ": form '", name,
+        "' is not one of rows, stream");
+  return name == "rows" ? Form::rows : Form::stream;
+}
+
+std::span<const NamedLayout> named_layouts() {
+  return kLayouts;
+}
+
+const NamedLayout& layout_named(std::string_view who, std::string_view name) {
+  std::string names;
+  for (const NamedLayout& layout : kLayouts) {
+    if (layout.name == name) return layout;
+    names += join(names.empty() ? "" : ", ", layout.name);
+  }
+  throw std::invalid_argument(
+      join(who, ": layout '", name, "' is not one of ", names));
+}
+
+}  // namespace longspan
