@@ -46,7 +46,7 @@ def byte_rows() -> list[Row]:
     rows = []
     packing = Packing.of([300, 70, 1, 130], [304, 72, 8, 256])
     ranks, heads, key_heads, dim = 4, 8, 2, 64
-    for strategy in longspan.STRATEGIES:
+    for strategy in longspan.Strategy.names():
         sent: list[int] = []  # by every rank, one ownership after another
         planned: list[int] = []
         for ownership in (
@@ -65,7 +65,7 @@ def byte_rows() -> list[Row]:
                 k, v = (torch.randn(local, key_heads, dim, requires_grad=True) for _ in range(2))
                 before = group.sent_bytes
                 longspan.attend(
-                    q, k, v, mask=mask, ownership=ownership, group=group, strategy=strategy
+                    q, k, v, mask=mask, layout=ownership, group=group, strategy=strategy
                 ).sum().backward()  # type: ignore[union-attr]
                 return group.sent_bytes - before
 
@@ -105,7 +105,7 @@ import torch, longspan
 torch.set_num_threads(1)
 tokens = {local} * {ranks}
 owners = longspan.Ownership.head_tail(tokens, {ranks})
-layout = longspan.attention_layout(owners)
+layout = longspan.AttentionLayout(owners)
 def memory(key):
     for line in open("/proc/self/status"):
         if line.startswith(key):
@@ -117,13 +117,13 @@ def work(group):
     q, k, v = (torch.randn(1, 4, {local}, 64, requires_grad=True) for _ in range(3))
     dout = torch.randn(1, 4, {local}, 64)
     tiny = [torch.randn(1, 4, 2, 64, requires_grad=True) for _ in range(3)]
-    small = longspan.attention_layout(longspan.Ownership.head_tail(2 * {ranks}, {ranks}))
-    longspan.attend(*tiny, layout=small, group=group, strategy="{strategy}").sum().backward()
+    small = longspan.AttentionLayout(longspan.Ownership.head_tail(2 * {ranks}, {ranks}))
+    longspan.attend(*tiny, attention=small, group=group, strategy="{strategy}").sum().backward()
     if ready.wait() == 0:
         open("/proc/self/clear_refs", "w").write("5")
         base[0] = memory("VmRSS")
     ready.wait()
-    longspan.attend(q, k, v, layout=layout, group=group, strategy="{strategy}").backward(dout)
+    longspan.attend(q, k, v, attention=layout, group=group, strategy="{strategy}").backward(dout)
 longspan.run_ranks({ranks}, work, timeout=300)
 print((memory("VmHWM") - base[0]) / {ranks})
 """
@@ -161,12 +161,12 @@ def packed_rows() -> list[Row]:
     packing = Packing.rows(documents, length)
     tokens = packing.tokens
     q, k, v = (torch.randn(1, heads, tokens, dim) for _ in range(3))
-    layout = longspan.attention_layout(Ownership.contiguous(tokens, 1), Mask.causal(packing))
+    layout = longspan.AttentionLayout(Ownership.contiguous(tokens, 1), Mask.causal(packing))
     ids = torch.arange(tokens) // length
     dense = (ids[:, None] == ids[None, :]).tril()
 
     def ours() -> list[torch.Tensor]:
-        return step(lambda q, k, v: longspan.attend(q, k, v, layout=layout), q, k, v)
+        return step(lambda q, k, v: longspan.attend(q, k, v, attention=layout), q, k, v)
 
     def theirs() -> list[torch.Tensor]:
         return step(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense), q, k, v)
@@ -186,10 +186,10 @@ def torch_rows() -> list[Row]:
         ("causal", Mask.causal(Packing.single(2048)), True),
         ("full", Mask.full(Packing.single(2048)), False),
     ):
-        layout = longspan.attention_layout(Ownership.contiguous(2048, 1), mask)
+        layout = longspan.AttentionLayout(Ownership.contiguous(2048, 1), mask)
 
-        def ours(layout: torch.Tensor = layout) -> list[torch.Tensor]:
-            return step(lambda q, k, v: longspan.attend(q, k, v, layout=layout), q, k, v)
+        def ours(layout: longspan.AttentionLayout = layout) -> list[torch.Tensor]:
+            return step(lambda q, k, v: longspan.attend(q, k, v, attention=layout), q, k, v)
 
         def theirs(causal: bool = causal) -> list[torch.Tensor]:
             return step(
@@ -214,15 +214,15 @@ def timed_steps(group: Group, owners: Ownership) -> tuple[float, bool]:
     whole = [torch.randn(1, HEADS, TOKENS, DIM) for _ in range(3)]
     mine = owners.tokens_of(group.rank())
     q, k, v = (t.index_select(2, mine) for t in whole)
-    layout = longspan.attention_layout(owners)
+    layout = longspan.AttentionLayout(owners)
     expected = longspan.attend(*whole).index_select(2, mine)  # type: ignore[union-attr]
-    got = longspan.attend(q, k, v, layout=layout, group=group)
+    got = longspan.attend(q, k, v, attention=layout, group=group)
     right = torch.allclose(got, expected, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
     times = []
     for _ in range(7):
         longspan.agree(group, {})  # all at the same time
         start = time.perf_counter()
-        step(lambda q, k, v: longspan.attend(q, k, v, layout=layout, group=group), q, k, v)
+        step(lambda q, k, v: longspan.attend(q, k, v, attention=layout, group=group), q, k, v)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) * 1e3, right
 
@@ -278,7 +278,7 @@ def overhead_rows(build: pathlib.Path) -> list[Row]:
     times = []
     for _ in range(4000):
         start = time.perf_counter()
-        longspan.attend(q, q, q, mask=mask, ownership=ownership)
+        longspan.attend(q, q, q, mask=mask, layout=ownership)
         times.append((time.perf_counter() - start) * 1e6)
     extra = statistics.median(times[500:]) - cpp
     return [

@@ -93,7 +93,7 @@ class Share:
         copies: bool = False,
     ) -> None:
         self.owners = Ownership.head_tail(shape.tokens, shape.ranks)
-        self.layout = longspan.attention_layout(self.owners)
+        self.layout = longspan.AttentionLayout(self.owners)
         self.plan = longspan.plan(self.owners, rank=rank, key_heads=shape.key_heads)
         self.pairs = sum(step.pairs for step in self.plan.steps)
         self.tokens = self.owners.tokens_of(rank).to(whole.q.device)
@@ -110,7 +110,7 @@ class Share:
         self.group = Group.named(self.name)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return longspan.attend(q, k, v, layout=self.layout, group=self.group)
+        return longspan.attend(q, k, v, attention=self.layout, group=self.group)
 
     def run(self) -> Tensors:
         return both_ways(self.attend, self.inputs)

@@ -25,8 +25,8 @@ Attend = Callable[..., torch.Tensor]
 
 
 def ours_over(mask: Mask, tokens: int) -> Attend:
-    layout = longspan.attention_layout(Ownership.contiguous(tokens, 1), mask)
-    return lambda q, k, v: longspan.attend(q, k, v, layout=layout)  # type: ignore[return-value]
+    layout = longspan.AttentionLayout(Ownership.contiguous(tokens, 1), mask)
+    return lambda q, k, v: longspan.attend(q, k, v, attention=layout)  # type: ignore[return-value]
 
 
 def torch_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

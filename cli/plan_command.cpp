@@ -1,7 +1,6 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,9 +26,6 @@ struct PlanArguments {
   Text heads, key_heads, head_dim, value_dim, dtype;
   OutputArguments output;
 };
-
-constexpr std::array<std::string_view, 5> kStrategies{
-    "ring", "gathered", "needed", "head_parallel", "head_parallel_ring"};
 
 int64_t number_or(const char* flag, const PlanArguments::Text& text,
                   int64_t otherwise) {
@@ -75,19 +71,20 @@ std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks,
   }
   if (all) {
     names.clear();
-    for (std::string_view name : kStrategies) {
+    for (std::string_view name : Strategy::names()) {
       names += join(names.empty() ? "" : ",", name);
     }
   }
   std::vector<Strategy> strategies;
   for (const std::string& name : word_list("--strategy", names)) {
-    require(std::ranges::find(kStrategies, name) != kStrategies.end(),
-            "--strategy is '", name,
-            "'; expected all, or ring, gathered, needed, head-parallel, "
-            "head-parallel-ring or a list of them");
+    require(
+        std::ranges::find(Strategy::names(), name) != Strategy::names().end(),
+        "--strategy is '", name,
+        "'; expected all, or ring, gathered, needed, head-parallel, "
+        "head-parallel-ring or a list of them");
     const bool teams = name == "head_parallel_ring";
     const Strategy strategy =
-        Strategy::named(name, ranks, key_heads, teams ? head_ranks : 0);
+        Strategy::named(name, teams ? head_ranks : 0).over(ranks, key_heads);
     const bool known =
         std::ranges::find(strategies, strategy) != strategies.end();
     if (!(all && known)) strategies.push_back(strategy);

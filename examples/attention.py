@@ -15,7 +15,7 @@ import sys
 import torch
 
 import longspan
-from longspan import Group, Mask, Ownership, Packing
+from longspan import Group, Mask, Ownership, Packing, Strategy
 
 RANKS = 4
 HEADS, KEY_HEADS, DIM = 8, 2, 32
@@ -27,11 +27,11 @@ PACKING = Packing.of([61, 40, 90, 17], [64, 48, 96, 24]).with_tokens_multiple_of
 MASK = Mask.causal(PACKING)
 
 STRATEGIES = {
-    "ring": ("ring", 0),
-    "gathered": ("gathered", 0),
-    "needed": ("needed", 0),
-    "head_parallel": ("head_parallel", 0),
-    "head_parallel_ring (2)": ("head_parallel_ring", 2),
+    "ring": Strategy("ring"),
+    "gathered": Strategy("gathered"),
+    "needed": Strategy("needed"),
+    "head_parallel": Strategy("head_parallel"),
+    "head_parallel_ring (2)": Strategy("head_parallel_ring", head_ranks=2),
 }
 
 
@@ -84,16 +84,11 @@ class Share:
     backward: int
 
 
-def answer_of_a_rank(
-    group: Group, given: Tensors, owners: Ownership, strategy: tuple[str, int]
-) -> Share:
+def answer_of_a_rank(group: Group, given: Tensors, owners: Ownership, strategy: Strategy) -> Share:
     tokens = owners.tokens_of(group.rank())
     q, k, v = (t[tokens].clone().requires_grad_() for t in (given.q, given.k, given.v))
     before = group.sent_bytes
-    out = longspan.attend(
-        q, k, v, mask=MASK, ownership=owners, group=group,
-        strategy=strategy[0], head_ranks=strategy[1],
-    )  # fmt: skip
+    out = longspan.attend(q, k, v, mask=MASK, layout=owners, group=group, strategy=strategy)
     between = group.sent_bytes
     out.backward(given.dout[tokens])
     found = dict(zip(NAMES, (out.detach(), q.grad, k.grad, v.grad), strict=True))
@@ -120,12 +115,9 @@ def run(name: str, layout: str, given: Tensors, exact: Answer) -> dict[str, obje
         RANKS, lambda group: answer_of_a_rank(group, given, owners, strategy)
     )
     plans = [
-        longspan.plan(
-            owners, MASK, strategy=strategy[0], rank=rank, key_heads=KEY_HEADS,
-            head_ranks=strategy[1],
-        )
+        longspan.plan(owners, MASK, strategy=strategy, rank=rank, key_heads=KEY_HEADS)
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     # Heads divide evenly, so pairs of a rank's steps compare between ranks.
     pairs = [sum(step.pairs for step in plan.steps) for plan in plans]
     row: dict[str, object] = {

@@ -35,8 +35,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a name or a folder of transformers")
     parser.add_argument("--text", type=pathlib.Path, default=README)
     parser.add_argument("--cp", type=int, default=1, help="ranks that hold one sequence")
-    parser.add_argument("--strategy", default="ring", choices=longspan.STRATEGIES)
-    parser.add_argument("--ownership", default="head-tail", choices=longspan.batch.LAYOUTS)
+    parser.add_argument("--strategy", default="ring", choices=longspan.Strategy.names())
+    layouts = [layout.name for layout in longspan.named_layouts()]
+    parser.add_argument("--layout", default="head-tail", choices=layouts)
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step, over all replicas")
     parser.add_argument("--steps", type=int, default=8)
@@ -110,7 +111,7 @@ def train(args: argparse.Namespace) -> None:
     replicas, replica = world.size() // args.cp, mesh["dp"].get_local_rank() if mesh else 0
 
     model = longspan.parallelize(
-        pretrained(args).to(device), group, strategy=args.strategy, ownership=args.ownership
+        pretrained(args).to(device), group, strategy=args.strategy, layout=args.layout
     )
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -14,7 +14,6 @@ import sys
 import torch
 
 import longspan
-from longspan.batch import LAYOUTS
 
 LENGTHS = [[19, 10], [24, 5]]
 SLOTS = [[20, 12], [24, 8]]
@@ -33,7 +32,9 @@ def packed_rows() -> dict[str, torch.Tensor]:
     }
 
 
-def cut(batch: dict[str, torch.Tensor], name: str, rank: int, ranks: int) -> longspan.LocalBatch:
+def share_of(
+    batch: dict[str, torch.Tensor], name: str, rank: int, ranks: int
+) -> longspan.LocalBatch:
     if name != "uneven":
         return longspan.shard(batch, rank=rank, ranks=ranks, layout=name)
     # A quarter of the tokens on rank 0, an eighth on the last one, the rest on
@@ -44,7 +45,7 @@ def cut(batch: dict[str, torch.Tensor], name: str, rank: int, ranks: int) -> lon
     sizes[-1] += tokens // 8
     sizes[min(1, ranks - 1)] += tokens - sum(sizes)
     ownership = longspan.Ownership.of_sizes(sizes)
-    return longspan.shard(batch, rank=rank, ranks=ranks, layout="stream", ownership=ownership)
+    return longspan.shard(batch, rank=rank, ranks=ranks, layout=ownership, form="stream")
 
 
 def check(batch: dict[str, torch.Tensor], shares: list[longspan.LocalBatch]) -> dict[str, int]:
@@ -76,8 +77,8 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name in [*LAYOUTS, "uneven"]:
-        shares = [cut(batch, name, rank, options.ranks) for rank in range(options.ranks)]
+    for name in [*(layout.name for layout in longspan.named_layouts()), "uneven"]:
+        shares = [share_of(batch, name, rank, options.ranks) for rank in range(options.ranks)]
         cut = shares[0].cut
         mask = longspan.Mask.causal(cut.packings[0])
         picture = longspan.draw(cut.ownership, packing=cut.packings[0])

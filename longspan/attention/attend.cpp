@@ -75,7 +75,7 @@ struct Attend {
   Result meta() const {
     check_attend(q, k, v, sink, scale, softcap);
     check(q.is_meta(), "attend: `layout` is on meta, which holds no values; ",
-          "keep what attention_layout made on the CPU");
+          "keep the tensor of an AttentionLayout on the CPU");
     auto sizes = q.sym_sizes().vec();
     sizes.back() = v.sym_size(-1);
     return {at::empty_symint(sizes, q.options()), empty_sums(q, 1, {})};
@@ -136,7 +136,8 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       1 / std::sqrt(static_cast<double>(std::max<int64_t>(q.size(-1), 1))));
   auto [out, lse] = Operator<Attend>::call(
       {q, k, v, optional(options.sink), layout_tensor(layout), scale,
-       options.softcap, options.strategy, options.head_ranks, group.name()});
+       options.softcap, std::string(options.strategy.name()),
+       std::max(options.strategy.head_ranks, 0), group.name()});
   return {out, lse};
 }
 
@@ -145,8 +146,9 @@ std::shared_ptr<const Plan> plan_for(const at::Tensor& layout,
                                      int head_ranks, int64_t key_heads,
                                      int64_t rows, const Group& group) {
   return RankLayout::of("attend", layout, group)
-      ->plan(Strategy::named(strategy, group.size(), key_heads, head_ranks),
-             rows);
+      ->plan(
+          Strategy::named(strategy, head_ranks).over(group.size(), key_heads),
+          rows);
 }
 
 }  // namespace longspan

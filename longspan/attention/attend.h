@@ -15,10 +15,9 @@ namespace longspan {
 
 struct AttendOptions {
   std::optional<double> scale = {};  ///< 1 / sqrt(head_dim) unless given
-  double softcap = 0;    ///< scores become softcap * tanh(score / softcap)
-  at::Tensor sink = {};  ///< [heads]: a logit without a value
-  std::string strategy = "ring";  ///< a name of Strategy::named
-  int head_ranks = 0;             ///< of head_parallel_ring
+  double softcap = 0;      ///< scores become softcap * tanh(score / softcap)
+  at::Tensor sink = {};    ///< [heads]: a logit without a value
+  Strategy strategy = {};  ///< the ring unless given
 };
 
 struct Attended {

@@ -65,7 +65,7 @@ std::shared_ptr<const RankLayout> RankLayout::of(const char* who,
   check(code.device().is_cpu() && code.dim() == 1 &&
             code.scalar_type() == at::kLong,
         who, ": `layout` is ", describe(code), " on ", code.device().str(),
-        "; expected what attention_layout made, int64 [n] on the CPU");
+        "; expected the tensor of an AttentionLayout, int64 [n] on the CPU");
   const at::Tensor plain = code.contiguous();
   const int64_t* const numbers = plain.const_data_ptr<int64_t>();
   const std::vector<int64_t> key(numbers, numbers + plain.numel());

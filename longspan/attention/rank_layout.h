@@ -24,7 +24,7 @@ namespace longspan {
 /// they share it.
 class RankLayout {
  public:
-  /// From the tensor of a layout. `who` names the caller in messages.
+  /// From the tensor of an AttentionLayout. `who` names the caller in messages.
   static std::shared_ptr<const RankLayout> of(const char* who,
                                               const at::Tensor& code,
                                               const Group& group);

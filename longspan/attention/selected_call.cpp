@@ -52,7 +52,7 @@ bool Where::is_here(const char* who) const {
 
 void check_meta(const char* who, const at::Tensor& q) {
   check(q.is_meta(), who, ": `layout` is on meta, which holds no values; ",
-        "keep what attention_layout made on the CPU");
+        "keep the tensor of an AttentionLayout on the CPU");
 }
 
 void check_keys(const char* who, const char* name, const at::Tensor& k,

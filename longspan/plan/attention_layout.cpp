@@ -45,7 +45,7 @@ class Reader {
 
   int64_t number() {
     check(at_ < code_.size(), "AttentionLayout: the code ends after ", at_,
-          " numbers; pass what attention_layout made, whole");
+          " numbers; pass the tensor of an AttentionLayout, whole");
     return code_[at_++];
   }
   /// A count of things that take `each` numbers.
@@ -197,7 +197,7 @@ AttentionLayout AttentionLayout::decode(std::span<const int64_t> code) {
   Reader in(code);
   check(code.size() >= 2 && in.number() == kMark && in.number() == kVersion,
         "AttentionLayout: this is no layout of attention (", code.size(),
-        " numbers); make one with attention_layout");
+        " numbers); make one with AttentionLayout");
   Ownership ownership = read_ownership(in, std::ssize(code));
   std::vector<Mask> masks;
   const int64_t count = in.count(5);

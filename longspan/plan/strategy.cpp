@@ -1,51 +1,77 @@
 #include "longspan/plan/strategy.h"
 
+#include <array>
 #include <numeric>
 
 #include "longspan/core/check.h"
 
 namespace longspan {
 
-Strategy Strategy::named(std::string_view name, int ranks, int64_t key_heads,
-                         int head_ranks) {
-  check(ranks >= 1, "Strategy: ", ranks, " ranks");
+namespace {
+
+constexpr std::array<std::string_view, 5> kNames{
+    "ring", "gathered", "needed", "head_parallel", "head_parallel_ring"};
+
+}  // namespace
+
+std::span<const std::string_view> Strategy::names() {
+  return kNames;
+}
+
+Strategy Strategy::named(std::string_view name, int head_ranks) {
   check(head_ranks >= 0, "Strategy: head_ranks is ", head_ranks);
-  const auto fixed = [&](KeyTransport transport, int members) {
-    check(head_ranks == 0 || head_ranks == members, "Strategy: '", name,
-          "' has teams of ", members, " but head_ranks is ", head_ranks,
+  const auto fixed = [&](KeyTransport transport) {
+    check(head_ranks == kFitting || head_ranks == 1, "Strategy: '", name,
+          "' has teams of 1 but head_ranks is ", head_ranks,
           "; head_parallel_ring takes any divisor of the ranks");
-    return Strategy{transport, members};
+    return Strategy{transport, 1};
   };
-  if (name == "ring") return fixed(KeyTransport::ring, 1);
-  if (name == "gathered") return fixed(KeyTransport::gathered, 1);
-  if (name == "needed") return fixed(KeyTransport::needed, 1);
-  if (name == "head_parallel") return fixed(KeyTransport::ring, ranks);
+  if (name == "ring") return fixed(KeyTransport::ring);
+  if (name == "gathered") return fixed(KeyTransport::gathered);
+  if (name == "needed") return fixed(KeyTransport::needed);
+  if (name == "head_parallel") {
+    check(head_ranks == kFitting, "Strategy: 'head_parallel' is one team, but ",
+          "head_ranks is ", head_ranks,
+          "; head_parallel_ring takes any divisor of the ranks");
+    return {KeyTransport::ring, kAllRanks};
+  }
   check(name == "head_parallel_ring", "Strategy: '", name,
         "' is not one of ring, gathered, needed, head_parallel, "
         "head_parallel_ring");
+  return {KeyTransport::ring, head_ranks};
+}
+
+Strategy Strategy::over(int ranks, int64_t key_heads) const {
+  check(ranks >= 1, "Strategy: ", ranks, " ranks");
   const int members =
-      head_ranks != 0 ? head_ranks
-                      : static_cast<int>(std::gcd(int64_t{ranks}, key_heads));
+      head_ranks == kAllRanks ? ranks
+      : head_ranks == kFitting
+          ? static_cast<int>(std::gcd(int64_t{ranks}, key_heads))
+          : head_ranks;
   check(members >= 1 && ranks % members == 0, "Strategy: ", ranks,
         " ranks do not form teams of ", members,
         "; head_ranks must divide the ranks");
-  return {KeyTransport::ring, members};
+  return {transport, members};
 }
 
 std::string Strategy::to_string() const {
+  if (head_ranks < 1) return std::string(name());
   const char* keys = transport == KeyTransport::ring       ? "ring"
                      : transport == KeyTransport::gathered ? "gathered"
                                                            : "needed";
   return head_ranks == 1 ? keys : join(keys, " of teams of ", head_ranks);
 }
 
-std::string_view Strategy::name(int ranks) const {
-  if (head_ranks > 1) {
-    return head_ranks == ranks ? "head_parallel" : "head_parallel_ring";
-  }
+std::string_view Strategy::name() const {
+  if (head_ranks == kAllRanks) return "head_parallel";
+  if (head_ranks != 1) return "head_parallel_ring";
   return transport == KeyTransport::ring       ? "ring"
          : transport == KeyTransport::gathered ? "gathered"
                                                : "needed";
+}
+
+std::string_view Strategy::name(int ranks) const {
+  return head_ranks > 1 && head_ranks == ranks ? "head_parallel" : name();
 }
 
 HeadShare HeadShare::of(int64_t heads, int64_t key_heads, int member,

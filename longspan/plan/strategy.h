@@ -1,5 +1,6 @@
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -22,18 +23,30 @@ enum class KeyTransport {
 /// share of the heads; between the teams keys travel. With teams of one this is
 /// plain key transport, and one team of all ranks is head-parallel.
 struct Strategy {
+  /// What `head_ranks` may be before over() makes it a number of ranks.
+  static constexpr int kFitting = 0;    ///< what divides ranks and key heads
+  static constexpr int kAllRanks = -1;  ///< one team
+
   KeyTransport transport = KeyTransport::ring;
   int head_ranks = 1;
 
-  /// "ring", "gathered", "needed", "head_parallel", or "head_parallel_ring",
-  /// for which `head_ranks` says how large teams are (0: as many of the ranks
-  /// as divide them and the key heads). The other names fix it.
-  static Strategy named(std::string_view name, int ranks, int64_t key_heads,
-                        int head_ranks = 0);
+  /// "ring", "gathered", "needed", "head_parallel" and "head_parallel_ring".
+  static std::span<const std::string_view> names();
+
+  /// The strategy of a name. "head_parallel_ring" has teams of `head_ranks`
+  /// ranks, or of as many as divide the ranks and the key heads; the other
+  /// names fix their teams.
+  static Strategy named(std::string_view name, int head_ranks = kFitting);
+
+  /// The same for a group of so many ranks: its teams divide them.
+  Strategy over(int ranks, int64_t key_heads) const;
 
   std::string to_string() const;
 
-  /// The name that named() takes for a group of so many ranks.
+  /// The name that named() takes, with head_ranks beside it for teams.
+  std::string_view name() const;
+
+  /// The same for a group of so many ranks, where one team is "head_parallel".
   std::string_view name(int ranks) const;
   friend bool operator==(const Strategy&, const Strategy&) = default;
 };

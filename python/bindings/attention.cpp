@@ -17,6 +17,16 @@ void bind_attention(py::module_& m) {
         return layout_tensor(AttentionLayout::of(ownership, std::move(masks)));
       },
       py::arg("ownership"), py::arg("masks"));
+  m.def(
+      "attention_layout_values",
+      [](const at::Tensor& tensor) {
+        const at::Tensor code = tensor.to(at::kCPU, at::kLong).contiguous();
+        AttentionLayout layout =
+            AttentionLayout::decode({code.const_data_ptr<int64_t>(),
+                                     static_cast<std::size_t>(code.numel())});
+        return std::pair{std::move(layout.ownership), std::move(layout.masks)};
+      },
+      py::arg("tensor"));
   py::class_<KernelLevel>(m, "KernelLevel")
       .def_property_readonly(
           "name",

@@ -5,6 +5,7 @@
 
 #include "longspan/batch/cut.h"
 #include "longspan/batch/derive.h"
+#include "longspan/batch/lay_out.h"
 #include "longspan/batch/pack.h"
 #include "longspan/batch/row_batch.h"
 #include "longspan/batch/shard.h"
@@ -21,16 +22,6 @@ namespace longspan::python {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
-
-Form form_named(const std::string& name) {
-  check(name == "rows" || name == "stream", "form: '", name,
-        "' is not one of rows, stream");
-  return name == "rows" ? Form::rows : Form::stream;
-}
-
-std::string name_of(Form form) {
-  return form == Form::rows ? "rows" : "stream";
-}
 
 void bind_table(py::module_& m) {
   py::class_<TokenTensor>(m, "TokenTensor",
@@ -86,7 +77,7 @@ py::tuple cut_state(const Cut& cut) {
   for (const Run& run : cut.placement.runs()) {
     runs.emplace_back(run.source, run.target, run.length);
   }
-  return py::make_tuple(name_of(cut.form), cut.rows, cut.length, cut.packings,
+  return py::make_tuple(to_string(cut.form), cut.rows, cut.length, cut.packings,
                         runs, cut.placement.source_tokens(), cut.ownership,
                         cut.rank);
 }
@@ -98,7 +89,7 @@ Cut cut_from(const py::tuple& state) {
        state[4].cast<std::vector<std::tuple<int64_t, int64_t, int64_t>>>()) {
     runs.push_back({source, target, length});
   }
-  return {.form = form_named(state[0].cast<std::string>()),
+  return {.form = form_named("Cut", state[0].cast<std::string>()),
           .rows = state[1].cast<int64_t>(),
           .length = state[2].cast<int64_t>(),
           .packings = state[3].cast<std::vector<Packing>>(),
@@ -112,7 +103,7 @@ void bind_cut(py::module_& m) {
   py::class_<Cut>(m, "Cut",
                   "How one rank's tensors lie in the batch as loaded.")
       .def_property_readonly("form",
-                             [](const Cut& cut) { return name_of(cut.form); })
+                             [](const Cut& cut) { return to_string(cut.form); })
       .def_readonly("rows", &Cut::rows)
       .def_readonly("length", &Cut::length)
       .def_readonly("packings", &Cut::packings)
@@ -144,7 +135,8 @@ void bind_batches(py::module_& m) {
   py::class_<PackedBatch>(m, "PackedBatch",
                           "One stream of documents, or padded rows.")
       .def_property_readonly(
-          "form", [](const PackedBatch& batch) { return name_of(batch.form); })
+          "form",
+          [](const PackedBatch& batch) { return to_string(batch.form); })
       .def_readonly("source", &PackedBatch::source)
       .def_readonly("packings", &PackedBatch::packings)
       .def_property_readonly("tokens", &PackedBatch::tokens)
@@ -152,7 +144,7 @@ void bind_batches(py::module_& m) {
       .def("__getitem__", &PackedBatch::tensor)
       .def("__repr__", [](const PackedBatch& batch) {
         return join(
-            "PackedBatch(", name_of(batch.form), ", ", batch.tokens(),
+            "PackedBatch(", to_string(batch.form), ", ", batch.tokens(),
             batch.form == Form::rows ? " tokens in each row)" : " tokens)");
       });
   py::class_<LocalBatch>(m, "LocalBatch", "One rank's share of a batch.")
@@ -184,7 +176,7 @@ void bind_batches(py::module_& m) {
   m.def(
       "pack",
       [](const RowBatch& batch, const std::string& form) {
-        return pack(batch, form_named(form));
+        return pack(batch, form_named("pack", form));
       },
       py::arg("batch"), py::arg("form"));
   m.def(
@@ -196,15 +188,38 @@ void bind_batches(py::module_& m) {
       py::arg("batch"), py::arg("slot_multiple") = 1,
       py::arg("total_multiple") = 1);
   m.def(
-      "padding_for",
-      [](const std::string& kind, const std::string& form, int ranks,
+      "pad_for",
+      [](const PackedBatch& batch, const std::string& layout, int ranks,
          int64_t share) {
-        const auto named = ownership_kind(kind);
-        check(named.has_value(), "pad: '", kind, "' is not an ownership kind");
-        const PadTo to = padding_for(*named, form_named(form), ranks, share);
-        return std::pair{to.slot_multiple, to.total_multiple};
+        return pad(batch, layout_named("pad", layout), ranks, share);
       },
-      py::arg("kind"), py::arg("form"), py::arg("ranks"), py::arg("share") = 1);
+      py::arg("batch"), py::arg("layout"), py::arg("ranks"),
+      py::arg("share") = 1);
+  m.def(
+      "pad_to",
+      [](const PackedBatch& batch, const Ownership& ownership) {
+        return pad(batch, ownership);
+      },
+      py::arg("batch"), py::arg("ownership"));
+  const auto pair_of = [](LaidOut laid) {
+    return std::pair{std::move(laid.packed), std::move(laid.ownership)};
+  };
+  m.def(
+      "lay_out",
+      [=](const RowBatch& batch, const std::string& layout, int ranks,
+          int64_t share) {
+        return pair_of(
+            lay_out(batch, layout_named("shard", layout), ranks, share));
+      },
+      py::arg("batch"), py::arg("layout"), py::arg("ranks"),
+      py::arg("share") = 1);
+  m.def(
+      "lay_out",
+      [=](const RowBatch& batch, const Ownership& ownership,
+          const std::string& form) {
+        return pair_of(lay_out(batch, ownership, form_named("shard", form)));
+      },
+      py::arg("batch"), py::arg("ownership"), py::arg("form"));
   m.def("shard", &shard, py::arg("batch"), py::arg("ownership"),
         py::arg("rank"), NoGil());
   m.def(

@@ -59,22 +59,20 @@ void bind_draw(py::module_& m) {
   m.def(
       "draw_plan",
       [=](const Ownership& ownership, std::vector<Mask> masks,
-          const std::string& strategy, int head_ranks, int64_t heads,
-          int64_t key_heads, int64_t head_dim, int64_t value_dim,
-          int64_t bytes_per_element) {
-        return draw_plan(
-            AttentionLayout::of(ownership, std::move(masks)),
-            Strategy::named(strategy, ownership.ranks(), key_heads, head_ranks),
-            {.heads = heads,
-             .key_heads = key_heads,
-             .head_dim = head_dim,
-             .value_dim = value_dim,
-             .bytes_per_element = bytes_per_element},
-            usual);
+          const Strategy& strategy, int64_t heads, int64_t key_heads,
+          int64_t head_dim, int64_t value_dim, int64_t bytes_per_element) {
+        return draw_plan(AttentionLayout::of(ownership, std::move(masks)),
+                         strategy.over(ownership.ranks(), key_heads),
+                         {.heads = heads,
+                          .key_heads = key_heads,
+                          .head_dim = head_dim,
+                          .value_dim = value_dim,
+                          .bytes_per_element = bytes_per_element},
+                         usual);
       },
       py::arg("ownership"), py::arg("masks"), py::arg("strategy"),
-      py::arg("head_ranks"), py::arg("heads"), py::arg("key_heads"),
-      py::arg("head_dim"), py::arg("value_dim"), py::arg("bytes_per_element"));
+      py::arg("heads"), py::arg("key_heads"), py::arg("head_dim"),
+      py::arg("value_dim"), py::arg("bytes_per_element"));
 
   const auto add = [&](const char* type, const py::cpp_function& method) {
     m.attr(type).attr("_repr_svg_") = method;

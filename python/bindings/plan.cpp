@@ -1,5 +1,6 @@
 #include "longspan/plan/plan.h"
 
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -31,6 +32,42 @@ Pass pass_named(const std::string& name) {
 }  // namespace
 
 void bind_plan(py::module_& m) {
+  py::class_<Strategy>(m, "Strategy", "How attention runs over the ranks.")
+      .def(py::init([](const std::string& name, std::optional<int64_t> teams) {
+             const int64_t head_ranks = teams.value_or(Strategy::kFitting);
+             check(head_ranks == static_cast<int>(head_ranks),
+                   "Strategy: head_ranks is ", head_ranks,
+                   "; it must divide the ranks");
+             return Strategy::named(name, static_cast<int>(head_ranks));
+           }),
+           py::arg("name"), py::arg("head_ranks") = py::none())
+      .def_static("names",
+                  [] {
+                    return std::vector<std::string>(Strategy::names().begin(),
+                                                    Strategy::names().end());
+                  })
+      .def_property_readonly(
+          "name",
+          [](const Strategy& strategy) { return std::string(strategy.name()); })
+      .def_property_readonly(
+          "head_ranks",
+          [](const Strategy& strategy) -> std::optional<int> {
+            if (strategy.head_ranks < 1) return std::nullopt;
+            return strategy.head_ranks;
+          },
+          "Ranks of a team; None where the group decides.")
+      .def(py::self == py::self)
+      .def("__hash__",
+           [](const Strategy& strategy) {
+             return 31 * static_cast<int>(strategy.transport) +
+                    strategy.head_ranks + 1;
+           })
+      .def("__repr__", [](const Strategy& strategy) {
+        const std::string teams =
+            strategy.head_ranks > 1 ? join(", head_ranks=", strategy.head_ranks)
+                                    : std::string();
+        return join("Strategy('", strategy.name(), "'", teams, ")");
+      });
   py::class_<PlanStep>(m, "PlanStep",
                        "One block of keys against all queries of a rank.")
       .def_readonly("keys", &PlanStep::keys)
@@ -51,21 +88,17 @@ void bind_plan(py::module_& m) {
       .def_static(
           "of",
           [](const Ownership& ownership, std::vector<Mask> masks,
-             const std::string& strategy, int rank, int64_t key_heads,
-             int head_ranks, int64_t rows) {
+             const Strategy& strategy, int rank, int64_t key_heads,
+             int64_t rows) {
             const auto layout =
                 AttentionLayout::of(ownership, std::move(masks));
-            return Plan::of(layout,
-                            Strategy::named(strategy, ownership.ranks(),
-                                            key_heads, head_ranks),
+            return Plan::of(layout, strategy.over(ownership.ranks(), key_heads),
                             rank, rows);
           },
           py::arg("ownership"), py::arg("masks"), py::arg("strategy"),
-          py::arg("rank"), py::arg("key_heads") = 1, py::arg("head_ranks") = 0,
-          py::arg("rows") = 1)
-      .def_property_readonly(
-          "strategy",
-          [](const Plan& plan) { return plan.strategy().to_string(); })
+          py::arg("rank"), py::arg("key_heads") = 1, py::arg("rows") = 1)
+      .def_property_readonly("strategy",
+                             [](const Plan& plan) { return plan.strategy(); })
       .def_property_readonly("rank", &Plan::rank)
       .def_property_readonly("ranks", &Plan::ranks)
       .def_property_readonly("steps", &Plan::steps)

@@ -22,6 +22,7 @@ from longspan._C import (
     cumulative_padded_lengths,
     document_ids,
     key_windows,
+    named_layouts,
     needed_table,
     padding_mask,
     position_ids,
@@ -30,10 +31,10 @@ from longspan._C import (
     work_of,
     work_per_rank,
 )
+from longspan._strategy import Strategy
 from longspan.attention import (
-    STRATEGIES,
+    AttentionLayout,
     attend,
-    attention_layout,
     kernel_levels,
     merge,
     plan,
@@ -83,9 +84,9 @@ from longspan.selected import (
 
 __all__ = [
     "FETCHES",
-    "STRATEGIES",
-    "Group",
+    "AttentionLayout",
     "Cut",
+    "Group",
     "LocalBatch",
     "LostPeer",
     "Mask",
@@ -95,6 +96,7 @@ __all__ = [
     "Picture",
     "Plan",
     "RankWork",
+    "Strategy",
     "TokenRange",
     "TokenTable",
     "__version__",
@@ -105,7 +107,6 @@ __all__ = [
     "attend",
     "attend_dense",
     "attend_selected",
-    "attention_layout",
     "check_parity",
     "clip_grad_norm",
     "compare_selections",
@@ -123,6 +124,7 @@ __all__ = [
     "key_windows",
     "leak_probe",
     "merge",
+    "named_layouts",
     "needed_table",
     "pack",
     "pad",

@@ -7,44 +7,122 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from longspan import _C
+from longspan._strategy import Strategy, operator_arguments
 from longspan.group import ranks_of
 from longspan.local_batch import LocalBatch
 
-STRATEGIES = ("ring", "gathered", "needed", "head_parallel", "head_parallel_ring")
 
+class AttentionLayout:
+    """Who owns which token and who may see whom: all that attention over ranks knows
+    about the tokens. Made once a batch, outside of compiled code; `tensor` holds it all,
+    as operators take it: int64 on the CPU.
 
-def attention_layout(
-    owners: _C.Ownership | LocalBatch | _C.Cut,
-    mask: _C.Mask | Sequence[_C.Mask] | None = None,
-) -> torch.Tensor:
-    """Who owns which token and who may see whom, as the tensor that `attend`
-    takes: int64 on the CPU, made once a batch, also outside of compiled code.
-
-    `owners` is an ownership, or what `shard` returned; with the latter the mask
-    is causal inside the batch's documents unless one is given (or one a row).
+    `owners` is an ownership, or what `shard` returned; with the latter the mask is
+    causal inside the batch's documents unless one is given (or one a row).
     """
-    if isinstance(owners, LocalBatch):
-        owners = owners.cut
-    if isinstance(owners, _C.Cut):
-        ownership = owners.ownership
-        if mask is None:
-            mask = [_C.Mask.causal(packing) for packing in owners.packings]
-    elif isinstance(owners, _C.Ownership):
-        ownership = owners
-        if mask is None:
-            mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
-    else:
+
+    tensor: torch.Tensor
+
+    def __init__(
+        self,
+        owners: _C.Ownership | LocalBatch | _C.Cut,
+        mask: _C.Mask | Sequence[_C.Mask] | None = None,
+    ) -> None:
+        if isinstance(owners, LocalBatch):
+            owners = owners.cut
+        if isinstance(owners, _C.Cut):
+            ownership = owners.ownership
+            if mask is None:
+                mask = [_C.Mask.causal(packing) for packing in owners.packings]
+        elif isinstance(owners, _C.Ownership):
+            ownership = owners
+            if mask is None:
+                mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
+        else:
+            raise TypeError(
+                "AttentionLayout: expected an Ownership or what shard returned, "
+                f"got {type(owners).__name__}"
+            )
+        masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
+        for one in masks:
+            if not isinstance(one, _C.Mask):
+                raise TypeError(f"AttentionLayout: a mask is a {type(one).__name__}, not a Mask")
+        self.tensor = _C.attention_layout(ownership, masks)
+
+    @staticmethod
+    def of_tensor(tensor: torch.Tensor) -> AttentionLayout:
+        """The one that has this tensor inside."""
+        made = AttentionLayout.__new__(AttentionLayout)
+        made.tensor = tensor
+        return made
+
+    @property
+    def ownership(self) -> _C.Ownership:
+        return _C.attention_layout_values(self.tensor)[0]
+
+    @property
+    def masks(self) -> list[_C.Mask]:
+        """One for all rows, or one for each."""
+        return _C.attention_layout_values(self.tensor)[1]
+
+    def __repr__(self) -> str:
+        try:
+            return f"AttentionLayout({self.ownership}, {self.masks})"
+        except (RuntimeError, ValueError):  # traced, or no tensor of ours
+            return f"AttentionLayout({tuple(self.tensor.shape)})"
+
+
+# So that torch.export and torch.func see the tensor inside.
+register_pytree_node(
+    AttentionLayout,
+    lambda layout: ([layout.tensor], None),
+    lambda tensors, _: AttentionLayout.of_tensor(*tensors),
+    serialized_type_name="longspan.AttentionLayout",
+)
+
+
+def ownership_of(
+    who: str,
+    layout: str | _C.Ownership | None,
+    mask: _C.Mask | Sequence[_C.Mask] | None,
+    ranks: int,
+    here: int,
+) -> _C.Ownership:
+    """Who owns the tokens, of which this rank has `here`: one rank all of them, and the
+    ranks of a named layout what it says about the packing of the mask."""
+    if isinstance(layout, _C.Ownership):
+        return layout
+    if layout is None:
+        if ranks != 1:
+            raise ValueError(f"{who}: {ranks} ranks need a layout; give `layout` or `attention`")
+        return _C.Ownership.contiguous(here, 1)
+    if not isinstance(layout, str):
         raise TypeError(
-            "attention_layout: expected an Ownership or what shard returned, "
-            f"got {type(owners).__name__}"
+            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
         )
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
-    for one in masks:
-        if not isinstance(one, _C.Mask):
-            raise TypeError(f"attention_layout: a mask is a {type(one).__name__}, not a Mask")
-    return _C.attention_layout(ownership, masks)
+    named = _C.layout_named(who, layout)
+    masks = [mask] if isinstance(mask, _C.Mask) else list(mask or ())
+    if not masks and ranks == 1:
+        return _C.Ownership.contiguous(here, 1)
+    if not masks or (named.form == "stream" and len(masks) > 1):
+        missing = "a mask" if not masks else f"one mask, not {len(masks)}"
+        raise ValueError(
+            f"{who}: layout '{layout}' needs {missing}, whose packing it cuts; give it, an "
+            f"Ownership, or `attention`"
+        )
+    return _C.Ownership.of(named.kind, masks[0].packing, ranks)
+
+
+def attention_tensor(who: str, attention: AttentionLayout) -> torch.Tensor:
+    """What operators take for `attention`."""
+    if not isinstance(attention, AttentionLayout):
+        raise TypeError(
+            f"{who}: attention is a {type(attention).__name__}; expected an AttentionLayout"
+        )
+    return attention.tensor
 
 
 def attend(
@@ -53,11 +131,10 @@ def attend(
     v: torch.Tensor,
     *,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
-    strategy: str = "ring",
-    head_ranks: int = 0,
+    strategy: str | Strategy = "ring",
     scale: float | None = None,
     softcap: float | None = None,
     sink: torch.Tensor | None = None,
@@ -69,9 +146,10 @@ def attend(
 
     ``q`` is [B, H, L, D] or packed [L, H, D], ``k`` and ``v`` likewise with H heads
     or fewer (GQA); L are the rank's own tokens in the ownership's local order.
-    `mask` (causal by default) and `ownership` speak about the whole stream;
-    `layout` gives both at once, from `attention_layout`. Without a group there is
-    one rank. `strategy` is one of `STRATEGIES`; all give the same result.
+    `mask` (causal by default) and `layout` speak about the whole stream: `layout` is an
+    `Ownership`, or the name of a layout for the packing of the mask. `attention` gives
+    both at once, for many layers. Without a group there is one rank. `strategy` is a
+    `Strategy` or its name; all give the same result.
 
     Local losses backpropagated on every rank give parameter gradients whose sum
     over the group is the full gradient. A query that sees no key gets 0.
@@ -84,25 +162,21 @@ def attend(
         )
     if q.dim() == 0:
         raise ValueError("attend: `q` has no axes; expected [B, H, L, D] or [L, H, D]")
-    if layout is None:
-        if ownership is None:
-            if ranks.size() != 1:
-                raise ValueError(
-                    f"attend: {ranks.size()} ranks need an ownership; give `ownership` or `layout`"
-                )
-            ownership = _C.Ownership.contiguous(q.shape[2 if q.dim() == 4 else 0], 1)
-        layout = attention_layout(ownership, mask)
-    elif mask is not None or ownership is not None:
-        raise ValueError("attend: `layout` already holds mask and ownership; leave them out")
+    if attention is None:
+        here = q.shape[2 if q.dim() == 4 else 0]
+        attention = AttentionLayout(ownership_of("attend", layout, mask, ranks.size(), here), mask)
+    elif mask is not None or layout is not None:
+        raise ValueError("attend: `attention` already holds mask and owners; leave them out")
+    name, head_ranks = operator_arguments(strategy)
     out, lse = torch.ops.longspan.attend(
         q,
         k,
         v,
         sink,
-        layout,
+        attention_tensor("attend", attention),
         1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale,
         0.0 if softcap is None else softcap,
-        strategy,
+        name,
         head_ranks,
         ranks.name,
     )
@@ -142,14 +216,13 @@ def plan(
     ownership: _C.Ownership,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
     *,
-    strategy: str = "ring",
+    strategy: str | Strategy = "ring",
     rank: int = 0,
     key_heads: int = 1,
-    head_ranks: int = 0,
     rows: int = 1,
 ) -> _C.Plan:
     """What a rank will compute, send and receive; print it to see the steps."""
     if mask is None:
         mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
     masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
-    return _C.Plan.of(ownership, masks, strategy, rank, key_heads, head_ranks, rows)
+    return _C.Plan.of(ownership, masks, Strategy.of(strategy), rank, key_heads, rows)

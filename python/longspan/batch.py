@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from longspan import _C
+from longspan import _C, transformers_models
 from longspan.agreement import Agreement
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group
 from longspan.local_batch import LocalBatch
+from longspan.model_batch import add_attention, check_group, with_targets
+from longspan.models import Parallelized, state_of
 
 _SENTINEL = -1000
 #: Of the whole stream, for attention functions; a share has others.
@@ -21,21 +24,6 @@ _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqle
 
 #: What shard itself writes beside the tensors of the batch.
 _ADDED = ("position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-
-
-class _Cut(NamedTuple):
-    kind: str
-    form: str
-
-
-#: Every named layout: how tokens are cut, and whether rows stay rows.
-LAYOUTS: Mapping[str, _Cut] = {
-    "head-tail": _Cut("head-tail", "rows"),
-    "contiguous-rows": _Cut("contiguous", "rows"),
-    "contiguous-stream": _Cut("contiguous", "stream"),
-    "head-tail-stream": _Cut("head-tail", "stream"),
-    "per-document-head-tail": _Cut("per-document-head-tail", "stream"),
-}
 
 
 def pack(
@@ -48,21 +36,22 @@ def pack(
 ) -> _C.PackedBatch:
     """Lays the documents of all rows end to end (``form="stream"``) or leaves
     rows as they are (``form="rows"``). Nothing is copied yet."""
-    rows, _ = read(batch, table, sentinel, pass_through)
+    rows, _ = Reading(table, sentinel, pass_through).rows_of(batch)
     return _C.pack(rows, form)
 
 
 def pad(
     packed: _C.PackedBatch,
     *,
-    layout: str | None = None,
+    layout: str | _C.Ownership | None = None,
     ranks: int | None = None,
     multiple: int = 1,
     slots: int = 1,
 ) -> _C.PackedBatch:
     """Lengthens a packed batch: to what `layout` needs over `ranks` ranks, with
-    shares of a multiple of `multiple` tokens; or, without a layout, every
-    document to a multiple of `slots` and the whole to one of `multiple`."""
+    shares of a multiple of `multiple` tokens; to the tokens of an `Ownership`; or,
+    without a layout, every document to a multiple of `slots` and the whole to one of
+    `multiple`."""
     if not isinstance(packed, _C.PackedBatch):
         raise TypeError(f"pad: expected what pack returned, got {type(packed).__name__}")
     if layout is None:
@@ -71,12 +60,14 @@ def pad(
         return _C.pad(packed, slots, multiple)
     if slots != 1:
         raise ValueError("pad: the layout says how documents are padded; leave `slots` out")
-    cut = _cut_named("pad", layout)
-    if cut.form != packed.form:
-        raise ValueError(f"pad: layout '{layout}' cuts {cut.form}, but the batch is {packed.form}")
-    return _C.pad(
-        packed, *_C.padding_for(cut.kind, cut.form, 1 if ranks is None else ranks, multiple)
-    )
+    if isinstance(layout, _C.Ownership):
+        if ranks not in (None, layout.ranks) or multiple != 1:
+            raise ValueError(
+                f"pad: {layout} says how many ranks and tokens there are; leave `ranks` and "
+                f"`multiple` out"
+            )
+        return _C.pad_to(packed, layout)
+    return _C.pad_for(packed, _named("pad", layout), 1 if ranks is None else ranks, multiple)
 
 
 def shard(
@@ -86,8 +77,8 @@ def shard(
     rank: int | None = None,
     ranks: int | None = None,
     model: torch.nn.Module | None = None,
-    layout: str | None = None,
-    ownership: _C.Ownership | None = None,
+    layout: str | _C.Ownership | None = None,
+    form: str | None = None,
     multiple: int = 1,
     table: _C.TokenTable | None = None,
     sentinel: int = _SENTINEL,
@@ -105,43 +96,36 @@ def shard(
 
     The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
     else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
-    by default). `layout` ("head-tail" by default) is one of `LAYOUTS`; for any other cut
-    give an `ownership` of the padded tokens (pads go to the end) and "rows" or "stream" as layout.
-    The shares of a named layout are a multiple of `multiple` tokens. `shift_labels`
-    says that labels are unshifted: each token then gets the label of the next one
-    in its row, before the cut. `ahead` adds tensors for multi-token prediction,
-    {"next_ids": ("input_ids", 1)}.
+    by default). `layout` is the name of a layout ("head-tail" by default), whose shares
+    are a multiple of `multiple` tokens; or an `Ownership` of the padded tokens (pads go to
+    the end), where `form` says whether "rows" stay rows (as by default) or become one
+    "stream". `shift_labels` says that labels are unshifted: each token then gets the label
+    of the next one in its row, before the cut. `ahead` adds tensors for multi-token
+    prediction, {"next_ids": ("input_ids", 1)}.
 
-    With a group the ranks first compare hashes of the tensors and of
-    the layout, in one small exchange: where they were given different data, every
-    rank raises and names what differs. `check_agreement=False` leaves that out.
+    With a group the ranks first compare hashes of the tensors and of the layout, in
+    one small exchange: where they were given different data, every rank raises and
+    names what differs. `check_agreement=False` leaves that out.
 
     The batch is not changed, and every per-token tensor in the result is new.
     """
-    if model is not None:
-        from longspan.model_batch import shard_for_model
-
+    state = None
+    if model is None:
+        place = Place.of(group, rank, ranks)
+    else:
         if rank is not None or ranks is not None or shift_labels:
             raise ValueError(
                 "shard: with a model the ranks are those of its group, and labels are always "
                 "shifted; leave `rank`, `ranks` and `shift_labels` out"
             )
-        return shard_for_model(
-            batch,
-            group,
-            model,
-            layout,
-            ownership,
-            multiple,
-            lambda: shifted(*read(batch, table, sentinel, pass_through), False, ahead),
-            check_agreement,
-        )
-    rank, ranks, over = _share_of(group, rank, ranks)
-    with Agreement("shard", over, check_agreement) as agreement:
-        rows, others = read(batch, table, sentinel, pass_through)
-        rows, others = shifted(rows, others, shift_labels, ahead)
-        name = "head-tail" if layout is None else layout
-        return share(batch, rows, others, rank, ranks, name, ownership, multiple, over, agreement)
+        state = state_of("shard", model)
+        check_group("shard", state, group)
+        place = Place.in_group(state.group)
+    with Agreement("shard", place.group, check_agreement) as agreement:
+        if model is not None:
+            transformers_models.check_batch(model, batch)
+        reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
+        return share(batch, place, agreement, state, reading, layout, form, multiple)
 
 
 def shard_chunks(
@@ -151,7 +135,8 @@ def shard_chunks(
     *,
     rank: int | None = None,
     ranks: int | None = None,
-    layout: str = "head-tail",
+    layout: str | _C.Ownership = "head-tail",
+    form: str | None = None,
     multiple: int = 1,
     table: _C.TokenTable | None = None,
     sentinel: int = _SENTINEL,
@@ -161,14 +146,13 @@ def shard_chunks(
     check_agreement: bool = True,
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
-    rank, ranks, over = _share_of(group, rank, ranks)
-    with Agreement("shard_chunks", over, check_agreement) as agreement:
-        rows, others = read(batch, table, sentinel, pass_through)
-        rows, others = shifted(rows, others, shift_labels, ahead)
-        parts = _C.chunks(rows, num_chunks)
+    place = Place.of(group, rank, ranks)
+    with Agreement("shard_chunks", place.group, check_agreement) as agreement:
+        reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
+        rows, others = reading.rows_of(batch)
         return [
-            share(batch, part, others, rank, ranks, layout, None, multiple, over, agreement)
-            for part in parts
+            _cut(batch, part, others, place, agreement, layout, form, multiple, {})
+            for part in _C.chunks(rows, num_chunks)
         ]
 
 
@@ -224,9 +208,7 @@ def _without_row(
     return tensors.squeeze(0)
 
 
-def _gathered(
-    tensor: torch.Tensor, cut: _C.Cut, group: Group, axis: int | None
-) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, cut: _C.Cut, group: Group, axis: int | None) -> torch.Tensor:
     if group.size() != cut.ranks:
         raise ValueError(
             f"unshard: the batch was cut for {cut.ranks} ranks, the group has {group.size()}"
@@ -241,40 +223,38 @@ def _gathered(
     return all_gather_tokens(tensor, axis=axis, sizes=sizes, group=group)
 
 
-def check_layout(who: str, layout: str) -> None:
-    """An error that names the layouts, unless this is one of them."""
-    _cut_named(who, layout)
-
-
-def _cut_named(who: str, layout: str) -> _Cut:
-    cut = LAYOUTS.get(layout) if isinstance(layout, str) else None
-    if cut is None:
-        raise ValueError(f"{who}: layout '{layout}' is not one of {', '.join(LAYOUTS)}")
-    return cut
-
-
-class _Share(NamedTuple):
+class Place(NamedTuple):
     """Whose share is cut, and the group where its ranks can compare and gather."""
 
     rank: int
     ranks: int
     group: Group | None
 
+    @staticmethod
+    def of(group: Any, rank: int | None, ranks: int | None) -> Place:
+        """What callers of `shard` say about it."""
+        if group is not None:
+            if rank is not None or ranks is not None:
+                raise ValueError("shard: give a group, or rank and ranks, not both")
+            if _only_counts(group):
+                return Place(group.rank(), group.size(), None)
+            try:
+                return Place.in_group(Group.of(group))
+            except TypeError:
+                raise TypeError(
+                    f"shard: a group is a process group, a DeviceMesh, a name, or answers rank() "
+                    f"and size(); got {type(group).__name__}"
+                ) from None
+        if (rank is None) != (ranks is None):
+            raise ValueError("shard: rank and ranks go together")
+        for name, value in (("rank", rank), ("ranks", ranks)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"shard: {name} is a {type(value).__name__}; expected an int")
+        return Place(0, 1, None) if rank is None or ranks is None else Place(rank, ranks, None)
 
-def _share_of(group: Any, rank: int | None, ranks: int | None) -> _Share:
-    if group is not None:
-        if rank is not None or ranks is not None:
-            raise ValueError("shard: give a group, or rank and ranks, not both")
-        if _only_counts(group):
-            return _Share(group.rank(), group.size(), None)
-        over = Group.of(group)
-        return _Share(over.rank(), over.size(), over)
-    if (rank is None) != (ranks is None):
-        raise ValueError("shard: rank and ranks go together")
-    for name, value in (("rank", rank), ("ranks", ranks)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"shard: {name} is a {type(value).__name__}; expected an int")
-    return _Share(0, 1, None) if rank is None or ranks is None else _Share(rank, ranks, None)
+    @staticmethod
+    def in_group(group: Group) -> Place:
+        return Place(group.rank(), group.size(), group)
 
 
 def _only_counts(group: Any) -> bool:
@@ -284,26 +264,47 @@ def _only_counts(group: Any) -> bool:
     )
 
 
-def read(
-    batch: Mapping[str, Any],
-    table: _C.TokenTable | None = None,
-    sentinel: int = _SENTINEL,
-    pass_through: Sequence[str] = (),
-) -> tuple[_C.RowBatch, dict[str, Any]]:
-    """The tensors as rows, and the entries that are no tensors."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"shard: expected a batch as a mapping, got {type(batch).__name__}")
-    if isinstance(pass_through, str):
-        raise TypeError(f"shard: pass_through is a list of keys; write ['{pass_through}']")
-    tensors = [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
-    others = {
-        key: value
-        for key, value in batch.items()
-        if not isinstance(value, torch.Tensor) and value is not None and key not in _FOR_FLASH
-    }
-    table = _C.TokenTable() if table is None else table
-    _check_tensors(others, table, pass_through)
-    return _C.read_rows(tensors, table, sentinel, list(pass_through)), others
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a batch as a collator gives it is to be understood; see `shard`."""
+
+    table: _C.TokenTable | None = None
+    sentinel: int = _SENTINEL
+    pass_through: Sequence[str] = ()
+    shift_labels: bool = False
+    ahead: Mapping[str, tuple[str, int]] | None = None
+
+    def rows_of(self, batch: Mapping[str, Any]) -> tuple[_C.RowBatch, dict[str, Any]]:
+        """The tensors as rows, shifted where that was asked for, and the entries that are
+        no tensors."""
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"shard: expected a batch as a mapping, got {type(batch).__name__}")
+        if isinstance(self.pass_through, str):
+            raise TypeError(f"shard: pass_through is a list of keys; write ['{self.pass_through}']")
+        tensors = [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
+        others = {
+            key: value
+            for key, value in batch.items()
+            if not isinstance(value, torch.Tensor) and value is not None and key not in _FOR_FLASH
+        }
+        table = _C.TokenTable() if self.table is None else self.table
+        _check_tensors(others, table, self.pass_through)
+        rows = _C.read_rows(tensors, table, self.sentinel, list(self.pass_through))
+        return self._shifted(rows), others
+
+    def _shifted(self, rows: _C.RowBatch) -> _C.RowBatch:
+        if self.shift_labels:
+            rows = _C.shift_left(rows, "labels", "labels")
+        for name, what in (self.ahead or {}).items():
+            if not (isinstance(what, tuple) and len(what) == 2 and isinstance(what[0], str)):
+                raise TypeError(f"shard: ahead['{name}'] is {what!r}; expected (key, steps)")
+            if name in dict(rows.tokens) or name in _ADDED:
+                raise ValueError(f"shard: ahead would replace '{name}'; choose another name")
+            rows = _C.shift_left(rows, what[0], name, what[1])
+        return rows
+
+
+_AS_IS = Reading()
 
 
 def _check_tensors(
@@ -320,63 +321,68 @@ def _check_tensors(
             )
 
 
-def shifted(
-    rows: _C.RowBatch,
-    others: dict[str, Any],
-    shift_labels: bool,
-    ahead: Mapping[str, tuple[str, int]] | None,
-) -> tuple[_C.RowBatch, dict[str, Any]]:
-    """What was read, with labels shifted and tensors of tokens further on."""
-    if shift_labels:
-        rows = _C.shift_left(rows, "labels", "labels")
-    for name, what in (ahead or {}).items():
-        if not (isinstance(what, tuple) and len(what) == 2 and isinstance(what[0], str)):
-            raise TypeError(f"shard: ahead['{name}'] is {what!r}; expected (key, steps)")
-        if name in dict(rows.tokens) or name in _ADDED:
-            raise ValueError(f"shard: ahead would replace '{name}'; choose another name")
-        rows = _C.shift_left(rows, what[0], name, what[1])
-    return rows, others
-
-
 def share(
+    batch: Mapping[str, Any],
+    place: Place,
+    agreement: Agreement,
+    state: Parallelized | None = None,
+    reading: Reading = _AS_IS,
+    layout: str | _C.Ownership | None = None,
+    form: str | None = None,
+    multiple: int = 1,
+) -> LocalBatch:
+    """One rank's share of a batch: read, cut, and with what the layers of a model want.
+    Without a layout it is what the model was told, or head-tail."""
+    rows, others = reading.rows_of(batch)
+    if layout is None:
+        layout = "head-tail" if state is None else state.layout
+    if state is None:
+        return _cut(batch, rows, others, place, agreement, layout, form, multiple, {})
+    rows, targets = with_targets(rows)
+    divisor = batch.get("num_items_in_batch")
+    also = {
+        "strategy": state.strategy,
+        "num_items_in_batch": None if divisor is None else float(divisor),
+    }
+    local = _cut(batch, rows, others, place, agreement, layout, form, multiple, also)
+    add_attention(local, dict(rows.tokens).keys(), targets, state)
+    return local
+
+
+def _cut(
     batch: Mapping[str, Any],
     rows: _C.RowBatch,
     others: Mapping[str, Any],
-    rank: int,
-    ranks: int,
-    layout: str,
-    ownership: _C.Ownership | None,
-    multiple: int,
-    group: Group | None,
+    place: Place,
     agreement: Agreement,
-    also: Mapping[str, Any] | None = None,
+    layout: str | _C.Ownership,
+    form: str | None,
+    multiple: int,
+    also: Mapping[str, Any],
 ) -> LocalBatch:
-    """One rank's share of rows that were read; `layout` as in `shard`. `also` holds
-    what else the ranks should agree on."""
-    if ownership is None:
-        cut = _cut_named("shard", layout)
-        to = _C.padding_for(cut.kind, cut.form, ranks, multiple)
-        packed = _C.pad(_C.pack(rows, cut.form), *to)
-        # Every row is cut alike, whatever documents it holds.
-        stream = cut.form == "stream"
-        cut_along = packed.packings[0] if stream else _C.Packing.single(packed.tokens)
-        ownership = _C.Ownership.of(cut.kind, cut_along, ranks)
+    """One rank's tokens of rows that were read. `also` holds what else the ranks
+    should agree on."""
+    if isinstance(layout, _C.Ownership):
+        if layout.ranks != place.ranks:
+            raise ValueError(
+                f"shard: the ownership has {layout.ranks} ranks, the group {place.ranks}"
+            )
+        name = "rows" if form is None else form
+        packed, ownership = _C.lay_out(rows, layout, name)
     else:
-        if not isinstance(ownership, _C.Ownership):
-            raise TypeError(f"shard: ownership is a {type(ownership).__name__}, not an Ownership")
-        form = layout if layout in ("rows", "stream") else _cut_named("shard", layout).form
-        if ownership.ranks != ranks:
-            raise ValueError(f"shard: the ownership has {ownership.ranks} ranks, the group {ranks}")
-        packed = _C.pack(rows, form)
-        if ownership.tokens > packed.tokens > 0:
-            packed = _C.pad(packed, 1, ownership.tokens)
+        name = _named("shard", layout)
+        if form is not None:
+            raise ValueError(
+                f"shard: layout '{name}' says what becomes of rows; `form` goes with an Ownership"
+            )
+        packed, ownership = _C.lay_out(rows, name, place.ranks, multiple)
     agreement.compare(
         dict(rows.tokens)
-        | {"layout": layout, "ownership": ownership}
+        | {"layout": name, "ownership": ownership}
         | {"documents": repr([_C.hash_of(p) for p in packed.packings])}
-        | dict(also or {})
+        | dict(also)
     )
-    local = _C.shard(packed, ownership, rank)
+    local = _C.shard(packed, ownership, place.rank)
     made = dict(local.tokens)
     kept = dict(local.payload) | dict(others)
     entries: dict[str, Any] = {}
@@ -391,4 +397,12 @@ def share(
         entries["cu_seqlens"] = _C.cumulative_lengths(packing).to(device)
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
-    return LocalBatch(entries, local.cut, group)
+    return LocalBatch(entries, local.cut, place.group)
+
+
+def _named(who: str, layout: Any) -> str:
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
+        )
+    return layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longspan import _C
+from longspan._strategy import Strategy
 
 
 def draw(
@@ -34,8 +35,7 @@ def draw_plan(
     ownership: _C.Ownership,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
     *,
-    strategy: str = "ring",
-    head_ranks: int = 0,
+    strategy: str | Strategy = "ring",
     heads: int,
     key_heads: int | None = None,
     head_dim: int,
@@ -49,8 +49,7 @@ def draw_plan(
     return _C.draw_plan(
         ownership,
         [mask] if isinstance(mask, _C.Mask) else list(mask),
-        strategy,
-        head_ranks,
+        Strategy.of(strategy),
         heads,
         heads if key_heads is None else key_heads,
         head_dim,

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from longspan import _C, transformers_models
+from longspan._strategy import Strategy
 from longspan.agreement import Agreement
 from longspan.attention import plan, which_kernel
-from longspan.batch import read
+from longspan.batch import Place, share
 from longspan.group import ranks_of
 from longspan.local_batch import LocalBatch
-from longspan.model_batch import check_group, shard_for_layers
+from longspan.model_batch import check_group
 from longspan.models import AttentionLayer, Parallelized, find_state
 
 _TITLES: tuple[str, ...] = (
@@ -89,8 +90,8 @@ def explain(
     batch: Mapping[str, Any],
     group: Any = None,
     *,
-    strategy: str = "ring",
-    ownership: str | _C.Ownership = "head-tail",
+    strategy: str | Strategy = "ring",
+    layout: str | _C.Ownership = "head-tail",
     dtype: torch.dtype | None = None,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
@@ -98,24 +99,21 @@ def explain(
 
     `batch` is what a collator gives, or what `shard` made of it. A model that is not
     parallelized yet is explained as `parallelize` would set it up with `group`,
-    `strategy` and `ownership`. `dtype` is what attention will compute in where a
+    `strategy` and `layout`. `dtype` is what attention will compute in where a
     wrapper casts (FSDP2's policy); by default autocast's, or the parameters'.
     """
     state = find_state(model)
     if state is None:
         ranks = ranks_of(group)
         layers = transformers_models.attention_layers(model, ranks.size())
-        state = Parallelized(ranks, strategy, ownership, layers)
+        state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
     else:
         check_group("explain", state, group)
     if isinstance(batch, LocalBatch):
         cut = batch.cut
     else:
-        rows, others = read(batch)
-        made = shard_for_layers(
-            batch, rows, others, state, None, None, 1, Agreement("explain", None)
-        )
-        cut = made.cut
+        nobody = Agreement("explain", None)
+        cut = share(batch, Place.in_group(state.group), nobody, state).cut
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(
@@ -165,7 +163,7 @@ def _cost(
     )
     return LayerCost(
         layer=layer,
-        strategy=state.strategy,
+        strategy=state.strategy.name,
         steps=len(made.steps),
         pairs=sum(step.pairs for step in made.steps),
         sent_forward=sent("forward"),

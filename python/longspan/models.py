@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from longspan import _C
-from longspan.attention import STRATEGIES, attend, attention_layout
-from longspan.batch import check_layout
+from longspan._strategy import Strategy
+from longspan.attention import AttentionLayout, attend
 from longspan.group import Group, ranks_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -48,8 +48,8 @@ class Parallelized:
     """What `parallelize` did to a model, and what `shard` must know about it."""
 
     group: Group
-    strategy: str
-    ownership: str | _C.Ownership
+    strategy: Strategy
+    layout: str | _C.Ownership
     layers: list[AttentionLayer]
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -98,15 +98,15 @@ class LocalAttention:
     keyword arguments leave it alone, and the layouts stay on the host."""
 
     def __init__(
-        self, cut: _C.Cut, group: Group, strategy: str, windows: list[int | None]
+        self, cut: _C.Cut, group: Group, strategy: Strategy, windows: list[int | None]
     ) -> None:
         self.cut = cut
         self.group = group
         self.strategy = strategy
         self._layouts = {window: self._layout_for(window) for window in windows}
 
-    def _layout_for(self, window: int | None) -> torch.Tensor:
-        return attention_layout(self.cut.ownership, masks_for(self.cut, window))
+    def _layout_for(self, window: int | None) -> AttentionLayout:
+        return AttentionLayout(self.cut.ownership, masks_for(self.cut, window))
 
     def attend(
         self,
@@ -128,7 +128,7 @@ class LocalAttention:
             q,
             k,
             v,
-            layout=layout,
+            attention=layout,
             group=self.group,
             strategy=self.strategy,
             scale=scale,
@@ -141,21 +141,21 @@ class LocalAttention:
 
     def __repr__(self) -> str:
         kinds = ", ".join("causal" if w is None else f"window {w}" for w in self._layouts)
-        return f"LocalAttention({kinds}; {self.strategy} over {self.group})"
+        return f"LocalAttention({kinds}; {self.strategy.name} over {self.group})"
 
 
 def parallelize(
     model: Model,
     group: Any = None,
     *,
-    strategy: str = "ring",
-    ownership: str | _C.Ownership = "head-tail",
+    strategy: str | Strategy = "ring",
+    layout: str | _C.Ownership = "head-tail",
 ) -> Model:
     """Makes the attention of a model run over the ranks of `group`; returns the
     same object. Batches then come from ``shard(batch, group, model=model)``.
 
-    `strategy` is one of `STRATEGIES`. `ownership` says how batches are cut: one of
-    `longspan.batch.LAYOUTS`, or an `Ownership`. `restore` undoes it all.
+    `strategy` is a `Strategy` or its name. `layout` says how batches are cut: the name
+    of a layout, or an `Ownership`. `restore` undoes it all.
 
     Understood are decoders of Hugging Face transformers, bare or wrapped (peft,
     DDP, FSDP2, torch.compile). Only the instances inside `model` change, never a
@@ -166,23 +166,17 @@ def parallelize(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize: expected a torch.nn.Module, got {type(model).__name__}")
     ranks = ranks_of(group)
-    if strategy not in STRATEGIES:
+    if isinstance(strategy, str) and strategy not in Strategy.names():
         raise ValueError(
-            f"parallelize: strategy '{strategy}' is not one of {', '.join(STRATEGIES)}"
+            f"parallelize: strategy '{strategy}' is not one of {', '.join(Strategy.names())}"
         )
-    if isinstance(ownership, _C.Ownership):
-        if ownership.ranks != ranks.size():
-            raise ValueError(
-                f"parallelize: the ownership has {ownership.ranks} ranks, the group {ranks.size()}"
-            )
-    else:
-        check_layout("parallelize", ownership)
+    check_layout("parallelize", layout, ranks.size())
     if find_state(model) is not None:
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
     layers = transformers_models.attention_layers(model, ranks.size())
-    state = Parallelized(ranks, strategy, ownership, layers)
+    state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
     transformers_models.redirect(model, state)
     for owner in transformers_models.entrances(model):
         state.replace(owner, _MARK, state)
@@ -229,6 +223,18 @@ def find_state(model: torch.nn.Module) -> Parallelized | None:
             assert isinstance(state, Parallelized)
             return state
     return None
+
+
+def check_layout(who: str, layout: Any, ranks: int) -> None:
+    """That it is the name of a layout, or an ownership for so many ranks."""
+    if not isinstance(layout, _C.Ownership):
+        if not isinstance(layout, str):
+            raise TypeError(
+                f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
+            )
+        _C.layout_named(who, layout)
+    elif layout.ranks != ranks:
+        raise ValueError(f"{who}: the ownership has {layout.ranks} ranks, the group {ranks}")
 
 
 def _refuse_to_generate(*_: Any, **__: Any) -> Any:

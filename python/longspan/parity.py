@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from longspan import _C
 from longspan.agreement import Agreement
-from longspan.batch import read, shard, shifted, unshard
+from longspan.batch import Place, Reading, shard, share, unshard
 from longspan.collectives import all_gather_tokens
 from longspan.group import Group, ranks_of
 from longspan.local_batch import KEYWORD, LocalBatch
-from longspan.model_batch import shard_for_layers
 from longspan.models import Parallelized, find_state
 
 #: How a model runs on a share: the loss (None without labels), and one output for
@@ -223,13 +222,13 @@ def _whole(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any
     state = find_state(model)
     if state is None:
         return shard(batch, rank=0, ranks=1, **alone)
-    names = ("table", "sentinel", "pass_through")
-    rows, others = read(batch, **{key: alone[key] for key in names if key in alone})
-    rows, others = shifted(rows, others, False, alone.get("ahead"))
-    cut = state.ownership if isinstance(state.ownership, str) else "contiguous-rows"
-    solo = Parallelized(Group.solo(), state.strategy, alone.get("layout", cut), state.layers)
+    names = ("table", "sentinel", "pass_through", "ahead")
+    reading = Reading(**{key: alone[key] for key in names if key in alone})
+    layout = state.layout if isinstance(state.layout, str) else "contiguous-rows"
+    solo = Parallelized(Group.solo(), state.strategy, alone.get("layout", layout), state.layers)
     nobody = Agreement("check_parity", None)
-    return shard_for_layers(batch, rows, others, solo, None, None, alone.get("multiple", 1), nobody)
+    alone_at = Place.in_group(solo.group)
+    return share(batch, alone_at, nobody, solo, reading, multiple=alone.get("multiple", 1))
 
 
 def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
@@ -250,11 +249,9 @@ def _document_ids(batch: Mapping[str, Any], options: Mapping[str, Any]) -> Tenso
 
 def _for_one_rank(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `shard` without what fixes the number of ranks."""
-    alone = {
-        key: value for key, value in options.items() if key not in ("ownership", "check_agreement")
-    }
-    if options.get("layout") in ("rows", "stream"):
-        alone["layout"] = "contiguous-" + options["layout"]
+    alone = {key: value for key, value in options.items() if key not in ("form", "check_agreement")}
+    if isinstance(options.get("layout"), _C.Ownership):
+        alone["layout"] = f"contiguous-{options.get('form') or 'rows'}"
     return alone
 
 

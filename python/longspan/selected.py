@@ -3,7 +3,8 @@
 An indexer chooses `slots` keys for each query (`select_keys`), and attention looks
 at those alone (`attend_selected`); `select_and_attend` is one layer of both. Queries
 and keys are those of the rank's own tokens in the ownership's local order; `indices`
-and windows are tokens of the stream. Tensors may have rows before: [B, L, ..].
+and windows are tokens of the stream. Tensors may have rows before: [B, L, ..]. Owners
+and masks come as `layout` and `mask`, or as `attention`, which holds both: see `attend`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C
-from longspan.attention import attention_layout
+from longspan.attention import AttentionLayout, attention_tensor, ownership_of
 from longspan.group import Group, ranks_of
 
 FETCHES = ("gathered", "needed")
@@ -39,8 +40,8 @@ def select_keys(
     start: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
     balanced: bool = False,
     scores: bool = False,
@@ -66,7 +67,7 @@ def select_keys(
         slots,
         scores,
         balanced,
-        _layout("select_keys", mask, ownership, layout, ranks),
+        _attention("select_keys", mask, layout, attention, ranks),
         ranks.name,
     )
     return (indices, found) if scores else indices
@@ -80,8 +81,8 @@ def attend_selected(
     scale: float,
     value_dim: int | None = None,
     sink: torch.Tensor | None = None,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
     fetch: str = "gathered",
     return_lse: bool = False,
@@ -104,7 +105,7 @@ def attend_selected(
         sink,
         scale,
         0 if value_dim is None else value_dim,
-        _layout("attend_selected", None, ownership, layout, ranks),
+        _attention("attend_selected", None, layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -125,8 +126,8 @@ def select_and_attend(
     start: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
     mask: _C.Mask | Sequence[_C.Mask] | None = None,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
     fetch: str = "gathered",
     balanced: bool = False,
@@ -156,7 +157,7 @@ def select_and_attend(
         scores,
         target,
         balanced,
-        _layout("select_and_attend", mask, ownership, layout, ranks),
+        _attention("select_and_attend", mask, layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -169,8 +170,8 @@ def score_selected(
     weights: torch.Tensor,
     indices: torch.Tensor,
     *,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
     fetch: str = "gathered",
 ) -> torch.Tensor:
@@ -182,7 +183,7 @@ def score_selected(
         k,
         weights,
         indices,
-        _layout("score_selected", None, ownership, layout, ranks),
+        _attention("score_selected", None, layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -197,8 +198,8 @@ def selected_weights(
     *,
     scale: float,
     sink: torch.Tensor | None = None,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
     fetch: str = "gathered",
 ) -> torch.Tensor:
@@ -213,7 +214,7 @@ def selected_weights(
         lse,
         sink,
         scale,
-        _layout("selected_weights", None, ownership, layout, ranks),
+        _attention("selected_weights", None, layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -252,8 +253,8 @@ def compare_selections(
     k: torch.Tensor,
     weights: torch.Tensor,
     *,
-    ownership: _C.Ownership | None = None,
-    layout: torch.Tensor | None = None,
+    layout: str | _C.Ownership | None = None,
+    attention: AttentionLayout | None = None,
     group: Any = None,
 ) -> _C.SelectionComparison:
     """How far two selections for the same queries differ; print it to see.
@@ -265,7 +266,7 @@ def compare_selections(
     queries, and all must call it.
     """
     ranks = ranks_of(group)
-    made = _layout("compare_selections", None, ownership, layout, ranks)
+    made = _attention("compare_selections", None, layout, attention, ranks)
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
 
@@ -299,27 +300,24 @@ def which_indexer_kernel(
     return _C.which_indexer_kernel(q, k, weights, slots, work)
 
 
-def _layout(
+def _attention(
     who: str,
     mask: _C.Mask | Sequence[_C.Mask] | None,
-    ownership: _C.Ownership | None,
-    layout: torch.Tensor | None,
+    layout: str | _C.Ownership | None,
+    attention: AttentionLayout | None,
     ranks: Group,
 ) -> torch.Tensor | None:
     """What the operators take; None where one rank holds everything as it lies."""
-    if layout is not None:
-        if mask is not None or ownership is not None:
-            raise ValueError(f"{who}: `layout` already holds mask and ownership; leave them out")
-        return layout
-    if ownership is None:
-        if ranks.size() != 1:
-            raise ValueError(
-                f"{who}: {ranks.size()} ranks need an ownership; give `ownership` or `layout`"
-            )
-        if mask is None:
-            return None
-        first = mask if isinstance(mask, _C.Mask) else next(iter(mask), None)
-        if not isinstance(first, _C.Mask):
-            raise TypeError(f"{who}: a mask is a {type(first).__name__}, not a Mask")
-        ownership = _C.Ownership.contiguous(first.queries, 1)
-    return attention_layout(ownership, mask)
+    if attention is not None:
+        if mask is not None or layout is not None:
+            raise ValueError(f"{who}: `attention` already holds mask and owners; leave them out")
+        return attention_tensor(who, attention)
+    if mask is None and ranks.size() == 1 and not isinstance(layout, _C.Ownership):
+        if layout is not None:
+            _C.layout_named(who, layout)
+        return None
+    first = mask if isinstance(mask, _C.Mask) else next(iter(mask or ()), None)
+    if mask is not None and not isinstance(first, _C.Mask):
+        raise TypeError(f"{who}: a mask is a {type(first).__name__}, not a Mask")
+    here = 0 if first is None else first.queries
+    return AttentionLayout(ownership_of(who, layout, mask, ranks.size(), here), mask).tensor

@@ -64,7 +64,7 @@ TEST_P(AttendOverRanks, GivesWhatOneRankGives) {
           static_cast<std::size_t>(ranks));
       run_ranks(ranks, [&](const Group& group) {
         AttendOptions options;
-        options.strategy = GetParam();
+        options.strategy = Strategy::named(GetParam());
         parts[static_cast<std::size_t>(group.rank())] =
             answer_of(all, token_indices(ownership, group.rank()), layout,
                       group, options);

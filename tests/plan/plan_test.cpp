@@ -243,7 +243,7 @@ TEST(Plan, DocumentsThatStayOnARankSendNothing) {
                                           {Mask::full(Packing::rows(4, 8))});
   for (const char* name : {"ring", "needed"}) {
     for (const Plan& plan :
-         plans_of(layout, Strategy::named(name, 4, /*key_heads=*/1))) {
+         plans_of(layout, Strategy::named(name).over(4, /*key_heads=*/1))) {
       EXPECT_EQ(plan.sent_bytes({}, Pass::backward), 0) << name;
       EXPECT_EQ(plan.hops(), 0);
     }
@@ -274,16 +274,34 @@ TEST(HeadShare, CoversEveryHeadOnce) {
 }
 
 TEST(Strategy, HasNames) {
-  EXPECT_EQ(Strategy::named("ring", 4, 8), (Strategy{KeyTransport::ring, 1}));
-  EXPECT_EQ(Strategy::named("head_parallel", 4, 8).head_ranks, 4);
-  EXPECT_EQ(Strategy::named("head_parallel_ring", 8, 4).head_ranks, 4);
-  EXPECT_EQ(Strategy::named("head_parallel_ring", 8, 4, 2).head_ranks, 2);
-  EXPECT_EQ(message_of([] { Strategy::named("rign", 4, 8); }),
+  for (std::string_view name : Strategy::names()) {
+    EXPECT_EQ(Strategy::named(name).name(), name);
+  }
+  const auto over = [](std::string_view name, int ranks, int head_ranks = 0) {
+    return Strategy::named(name, head_ranks).over(ranks, /*key_heads=*/4);
+  };
+  EXPECT_EQ(over("ring", 4), (Strategy{KeyTransport::ring, 1}));
+  EXPECT_EQ(over("head_parallel", 4).head_ranks, 4);
+  EXPECT_EQ(over("head_parallel", 4).name(4), "head_parallel");
+  EXPECT_EQ(over("head_parallel_ring", 8).head_ranks, 4);
+  EXPECT_EQ(over("head_parallel_ring", 8, 2).head_ranks, 2);
+  EXPECT_EQ(message_of([] { Strategy::named("rign"); }),
             "Strategy: 'rign' is not one of ring, gathered, needed, "
             "head_parallel, head_parallel_ring");
-  EXPECT_EQ(message_of([] { Strategy::named("head_parallel_ring", 4, 8, 3); }),
+  EXPECT_EQ(message_of([&] { over("head_parallel_ring", 4, 3); }),
             "Strategy: 4 ranks do not form teams of 3; head_ranks must divide "
             "the ranks");
+}
+
+TEST(Strategy, OverAGroupItStaysWhatItIs) {
+  for (std::string_view name : Strategy::names()) {
+    for (int ranks : {1, 2, 3, 4, 7, 8}) {
+      const Strategy once = Strategy::named(name).over(ranks, 4);
+      EXPECT_EQ(once.over(ranks, 4), once) << name << " over " << ranks;
+      EXPECT_GE(once.head_ranks, 1);
+      EXPECT_EQ(ranks % once.head_ranks, 0);
+    }
+  }
 }
 
 void code_comes_back(const SharedMaskCase& c) {
@@ -329,7 +347,7 @@ TEST(AttentionLayout, RefusesABrokenCode) {
   EXPECT_EQ(
       message_of([] { AttentionLayout::decode(std::vector<int64_t>{1}); }),
       "AttentionLayout: this is no layout of attention (1 numbers); make "
-      "one with attention_layout");
+      "one with AttentionLayout");
 }
 
 TEST(AttentionLayout, RefusesMasksThatDoNotFit) {

@@ -31,7 +31,7 @@ def stop(gradient: torch.Tensor | None = None) -> None:
 
 
 q, k, v = (torch.randn(1, 3, 12, 8, requires_grad=True) for _ in range(3))
-options = {"ownership": owners, "group": group, "strategy": strategy}
+options = {"layout": owners, "group": group, "strategy": strategy}
 longspan.attend(q, k, v, **options).sum().backward()  # all is well so far
 dist.barrier()
 start = time.monotonic()

@@ -31,7 +31,7 @@ def options(strategy):
 # Registration.
 for packed, strategy in ((False, "ring"), (True, "head_parallel")):
     owners = Ownership.head_tail(20, 2)
-    layout = longspan.attention_layout(owners, Mask.causal(Packing.of([7, 13])))
+    layout = longspan.AttentionLayout(owners, Mask.causal(Packing.of([7, 13]))).tensor
     q, k, v, sink = inputs(owners.local_tokens(rank), packed)
     torch.library.opcheck(ops.attend.default, (q, k, v, sink, layout, *options(strategy)))
     with torch.no_grad():
@@ -48,14 +48,16 @@ for strategy in ("ring", "head_parallel"):
     counters.clear()
 
     def attention(q, k, v, sink, layout, strategy=strategy):
-        out = longspan.attend(q * 2, k, v, layout=layout, sink=sink, strategy=strategy, group=group)
+        out = longspan.attend(
+            q * 2, k, v, attention=layout, sink=sink, strategy=strategy, group=group
+        )
         return longspan.reduce_loss(out.square().sum(), q.shape[2], group)
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for lengths in ([22], [10, 12, 4], [15, 1]):
         packing = Packing.of(lengths).with_tokens_multiple_of(4)
         owners = Ownership.head_tail(packing.tokens, 2)
-        layout = longspan.attention_layout(owners, Mask.causal(packing))
+        layout = longspan.AttentionLayout(owners, Mask.causal(packing))
         arguments = inputs(owners.local_tokens(rank), packed=False)
         answers = []
         for function in (attention, compiled):

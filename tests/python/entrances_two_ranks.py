@@ -89,11 +89,11 @@ def indexer(group: Any) -> tuple[torch.Tensor, ...]:
 
 def selected(group: Any) -> torch.Tensor:
     q, kv = local(2, 4, group=group), local(4, group=group)
-    indices = longspan.select_keys(*indexer(group), slots=2, ownership=OWNERS, group=group)
+    indices = longspan.select_keys(*indexer(group), slots=2, layout=OWNERS, group=group)
     out, lse = longspan.attend_selected(
-        q, kv, indices, scale=0.5, ownership=OWNERS, group=group, return_lse=True
+        q, kv, indices, scale=0.5, layout=OWNERS, group=group, return_lse=True
     )
-    over = {"ownership": OWNERS, "group": group}
+    over = {"layout": OWNERS, "group": group}
     scores = longspan.score_selected(*indexer(group), indices, **over)
     weights = longspan.selected_weights(q, kv, indices, lse, scale=0.5, **over)
     same = longspan.compare_selections(indices, indices, *indexer(group), **over)
@@ -115,7 +115,7 @@ ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
     "gradients": summed,
     "seeds": seeds,
     "attend": lambda g: longspan.attend(
-        *(local(2, 4, group=g) for _ in range(3)), ownership=OWNERS, group=g
+        *(local(2, 4, group=g) for _ in range(3)), layout=OWNERS, group=g
     ),
     "parallelize": parallelized,
     "check_parity": lambda g: torch.tensor(

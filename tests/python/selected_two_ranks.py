@@ -23,7 +23,7 @@ def inputs(tokens):
 
 # Registration.
 owners = Ownership.head_tail(20, 2)
-layout = longspan.attention_layout(owners, Mask.causal(Packing.of([7, 13])))
+layout = longspan.AttentionLayout(owners, Mask.causal(Packing.of([7, 13]))).tensor
 tensors = inputs(owners.local_tokens(rank))
 for fetch in longspan.FETCHES:
     torch.library.opcheck(
@@ -37,7 +37,7 @@ for fetch in longspan.FETCHES:
     counters.clear()
 
     def layers(q, kv, index_q, index_k, weights, layout, fetch=fetch):
-        where = {"layout": layout, "group": group}
+        where = {"attention": layout, "group": group}
         found = longspan.select_and_attend(
             q * 2, kv, index_q, index_k, weights, slots=3, scale=0.4, balanced=True, fetch=fetch,
             scores=True, target=True, **where,
@@ -52,7 +52,7 @@ for fetch in longspan.FETCHES:
     for lengths in ([22], [10, 12, 4], [15, 1]):
         packing = Packing.of(lengths).with_tokens_multiple_of(4)
         owners = Ownership.head_tail(packing.tokens, 2)
-        layout = longspan.attention_layout(owners, Mask.causal(packing))
+        layout = longspan.AttentionLayout(owners, Mask.causal(packing))
         arguments = inputs(owners.local_tokens(rank))
         answers = []
         for function in (layers, compiled):

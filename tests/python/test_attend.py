@@ -19,7 +19,7 @@ from oracle.dense_attention import (
 )
 
 import longspan
-from longspan import Group, Mask, Ownership, Packing, run_ranks
+from longspan import Group, Mask, Ownership, Packing, Strategy, run_ranks
 
 RANKS = (1, 2, 3, 4, 7)
 
@@ -172,8 +172,8 @@ def attend_on(group: Group, inputs: Inputs, owners: Ownership, strategy: tuple[s
     q, k, v = (share(t).requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     sink = None if inputs.sink is None else inputs.sink.clone().requires_grad_()
     out, lse = longspan.attend(
-        q, k, v, mask=inputs.masks, ownership=owners, group=group, strategy=strategy[0],
-        head_ranks=strategy[1], scale=inputs.scale, softcap=inputs.case.softcap, sink=sink,
+        q, k, v, mask=inputs.masks, layout=owners, group=group, strategy=Strategy(*strategy),
+        scale=inputs.scale, softcap=inputs.case.softcap, sink=sink,
         return_lse=True,
     )  # fmt: skip
     assert not lse.requires_grad

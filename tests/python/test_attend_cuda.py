@@ -310,11 +310,11 @@ def test_merging_on_the_device_equals_merging_by_operators() -> None:
 @pytest.mark.parametrize("tokens", [256, 1024])
 def test_attending_on_the_device_reads_nothing_back(tokens: int) -> None:
     q = torch.randn(2, 4, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    layout = longspan.attention_layout(Ownership.contiguous(tokens, 1))
-    longspan.attend(q, q, q, layout=layout).sum().backward()
+    layout = longspan.AttentionLayout(Ownership.contiguous(tokens, 1))
+    longspan.attend(q, q, q, attention=layout).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        longspan.attend(q, q, q, layout=layout).sum().backward()
+        longspan.attend(q, q, q, attention=layout).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,7 +16,7 @@ import torch
 from processes import outputs_of, start_ranks
 
 import longspan
-from longspan import Group, Mask, Ownership, Packing, attention_layout, run_ranks
+from longspan import AttentionLayout, Group, Mask, Ownership, Packing, Strategy, run_ranks
 
 STRATEGIES = ("ring", "gathered", "needed", "head_parallel")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -38,11 +38,11 @@ def zeros(*shape: int, **options: Any) -> torch.Tensor:
 
 
 OWNERS = Ownership.head_tail(16, 2)
-LAYOUT = attention_layout(OWNERS)
+LAYOUT = AttentionLayout(OWNERS).tensor
 STREAM = Packing.single(16)
 Q, K, V = "float32 [2, 4, 8, 6]", "float32 [2, 2, 8, 6]", "float32 [2, 2, 8, 3]"
 SINK = "; expected one floating logit for each of the 4 heads on cpu"
-MADE = "; expected what attention_layout made, int64 [n] on the CPU"
+MADE = "; expected the tensor of an AttentionLayout, int64 [n] on the CPU"
 NAMES = "ring, gathered, needed, head_parallel, head_parallel_ring"
 
 
@@ -50,8 +50,12 @@ def with_heads(query: int, key: int) -> dict[str, Any]:
     return {"q": zeros(2, query, 8, 6), "k": zeros(2, key, 8, 6), "v": zeros(2, key, 8, 3)}
 
 
-def without_layout(**options: Any) -> dict[str, Any]:
-    return {"layout": None, **options}
+def without_attention(**options: Any) -> dict[str, Any]:
+    return {"attention": None, **options}
+
+
+def holding(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"attention": AttentionLayout.of_tensor(tensor)}
 
 
 REFUSED = [
@@ -136,11 +140,12 @@ REFUSED = [
             "Strategy: 'ring' has teams of 1 but head_ranks is 2; "
             "head_parallel_ring takes any divisor of the ranks"),
     # Layouts.
-    Refusal("layout_of_more_ranks", {"layout": attention_layout(Ownership.head_tail(16, 4))},
+    Refusal("layout_of_more_ranks", {"attention": AttentionLayout(Ownership.head_tail(16, 4))},
             "attend: the ownership is over 4 ranks but the group has 2"),
-    Refusal("layout_of_one_rank", {"layout": attention_layout(Ownership.contiguous(8, 1))},
+    Refusal("layout_of_one_rank", {"attention": AttentionLayout(Ownership.contiguous(8, 1))},
             "attend: the ownership is over 1 ranks but the group has 2"),
-    Refusal("layout_of_a_longer_stream", {"layout": attention_layout(Ownership.head_tail(24, 2))},
+    Refusal("layout_of_a_longer_stream",
+            {"attention": AttentionLayout(Ownership.head_tail(24, 2))},
             f"attend: `q` is {Q} but rank RANK holds 12 tokens"),
     Refusal("no_tokens_where_there_should_be",
             {"q": zeros(2, 4, 0, 6), "k": zeros(2, 2, 0, 6), "v": zeros(2, 2, 0, 3)},
@@ -148,49 +153,61 @@ REFUSED = [
     Refusal("one_token_too_many",
             {"q": zeros(2, 4, 9, 6), "k": zeros(2, 2, 9, 6), "v": zeros(2, 2, 9, 3)},
             "attend: `q` is float32 [2, 4, 9, 6] but rank RANK holds 8 tokens"),
-    Refusal("layout_of_garbage", {"layout": torch.arange(12)},
+    Refusal("layout_of_garbage", holding(torch.arange(12)),
             "AttentionLayout: this is no layout of attention (12 numbers); "
-            "make one with attention_layout"),
-    Refusal("empty_layout", {"layout": zeros(0, dtype=torch.long)},
+            "make one with AttentionLayout"),
+    Refusal("empty_layout", holding(zeros(0, dtype=torch.long)),
             "AttentionLayout: this is no layout of attention (0 numbers); "
-            "make one with attention_layout"),
-    Refusal("layout_cut_short", {"layout": LAYOUT[:-1]},
+            "make one with AttentionLayout"),
+    Refusal("layout_cut_short", holding(LAYOUT[:-1]),
             f"AttentionLayout: the code ends after {LAYOUT.numel() - 1} numbers; "
-            "pass what attention_layout made, whole"),
-    Refusal("layout_twice", {"layout": torch.cat([LAYOUT, LAYOUT])},
+            "pass the tensor of an AttentionLayout, whole"),
+    Refusal("layout_twice", holding(torch.cat([LAYOUT, LAYOUT])),
             "AttentionLayout: numbers are left over in the code"),
-    Refusal("narrow_layout", {"layout": LAYOUT.int()},
+    Refusal("narrow_layout", holding(LAYOUT.int()),
             f"attend: `layout` is int32 [{LAYOUT.numel()}] on cpu{MADE}"),
-    Refusal("floating_layout", {"layout": LAYOUT.double()},
+    Refusal("floating_layout", holding(LAYOUT.double()),
             f"attend: `layout` is float64 [{LAYOUT.numel()}] on cpu{MADE}"),
-    Refusal("layout_with_two_axes", {"layout": LAYOUT.unsqueeze(0)},
+    Refusal("layout_with_two_axes", holding(LAYOUT.unsqueeze(0)),
             f"attend: `layout` is int64 [1, {LAYOUT.numel()}] on cpu{MADE}"),
-    Refusal("layout_that_is_a_number", {"layout": torch.tensor(3)},
+    Refusal("layout_that_is_a_number", holding(torch.tensor(3)),
             f"attend: `layout` is int64 [] on cpu{MADE}"),
     # Masks and owners.
-    Refusal("layout_and_mask", {"mask": Mask.causal(STREAM)},
-            "attend: `layout` already holds mask and ownership; leave them out"),
-    Refusal("layout_and_ownership", {"ownership": OWNERS},
-            "attend: `layout` already holds mask and ownership; leave them out"),
-    Refusal("neither_layout_nor_ownership", without_layout(),
-            "attend: 2 ranks need an ownership; give `ownership` or `layout`"),
+    Refusal("attention_and_mask", {"mask": Mask.causal(STREAM)},
+            "attend: `attention` already holds mask and owners; leave them out"),
+    Refusal("attention_and_layout", {"layout": OWNERS},
+            "attend: `attention` already holds mask and owners; leave them out"),
+    Refusal("neither_attention_nor_layout", without_attention(),
+            "attend: 2 ranks need a layout; give `layout` or `attention`"),
     Refusal("mask_of_another_length",
-            without_layout(ownership=OWNERS, mask=Mask.causal(Packing.single(17))),
+            without_attention(layout=OWNERS, mask=Mask.causal(Packing.single(17))),
             "AttentionLayout: Mask(causal, 17 tokens, 1 document) over Ownership(head-tail, 16 "
             "tokens, 2 ranks); mask and ownership must have the same tokens"),
     Refusal("mask_of_compressed_keys",
-            without_layout(ownership=OWNERS, mask=Mask.compressed(STREAM, 2)),
+            without_attention(layout=OWNERS, mask=Mask.compressed(STREAM, 2)),
             "AttentionLayout: the keys of Mask(compressed 2:1, 16 tokens, 1 document) are not "
             "tokens; attend to them as a second block of keys"),
     Refusal("three_masks_for_two_rows",
-            without_layout(ownership=OWNERS, mask=[Mask.causal(STREAM)] * 3),
+            without_attention(layout=OWNERS, mask=[Mask.causal(STREAM)] * 3),
             "Plan: 3 masks for 2 rows; give one for all rows, or one for each"),
-    Refusal("no_mask_at_all", without_layout(ownership=OWNERS, mask=[]),
+    Refusal("no_mask_at_all", without_attention(layout=OWNERS, mask=[]),
             "AttentionLayout: no mask; give one, or one a row"),
-    Refusal("mask_as_a_tensor", without_layout(ownership=OWNERS, mask=torch.ones(16, 16)),
-            "attention_layout: a mask is a Tensor, not a Mask", TypeError),
-    Refusal("ownership_by_name", without_layout(ownership="head-tail"),
-            "attention_layout: expected an Ownership or what shard returned, got str", TypeError),
+    Refusal("mask_as_a_tensor", without_attention(layout=OWNERS, mask=torch.ones(16, 16)),
+            "AttentionLayout: a mask is a Tensor, not a Mask", TypeError),
+    Refusal("layout_by_name_without_a_mask", without_attention(layout="head-tail"),
+            "attend: layout 'head-tail' needs a mask, whose packing it cuts; give it, an "
+            "Ownership, or `attention`"),
+    Refusal("layout_of_a_stream_for_rows",
+            without_attention(layout="head-tail-stream", mask=[Mask.causal(STREAM)] * 2),
+            "attend: layout 'head-tail-stream' needs one mask, not 2, whose packing it cuts; give "
+            "it, an Ownership, or `attention`"),
+    Refusal("unknown_layout", without_attention(layout="zigzag", mask=Mask.causal(STREAM)),
+            "attend: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
+            "head-tail-stream, per-document-head-tail"),
+    Refusal("layout_as_a_tensor", without_attention(layout=LAYOUT),
+            "attend: layout is a Tensor; expected a name or an Ownership", TypeError),
+    Refusal("attention_as_a_tensor", {"attention": LAYOUT},
+            "attend: attention is a Tensor; expected an AttentionLayout", TypeError),
     Refusal("group_by_size", {"group": 2},
             "Group: expected a process group, a DeviceMesh or a name, got int", TypeError),
 ]  # fmt: skip
@@ -201,10 +218,14 @@ def call(group: Group, changed: dict[str, Any]) -> Any:
         "q": zeros(2, 4, 8, 6),
         "k": zeros(2, 2, 8, 6),
         "v": zeros(2, 2, 8, 3),
-        "layout": LAYOUT,
+        "attention": AttentionLayout.of_tensor(LAYOUT),
         "group": group,
-    }
-    return longspan.attend(**(arguments | changed))
+    } | changed
+    if "head_ranks" in arguments:
+        arguments["strategy"] = Strategy(
+            arguments.get("strategy", "ring"), arguments.pop("head_ranks")
+        )
+    return longspan.attend(**arguments)
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda r: r.name)
@@ -220,15 +241,15 @@ def test_refuses_before_anything_is_sent(refusal: Refusal) -> None:
 
 def test_refuses_a_layout_without_values() -> None:
     with pytest.raises(ValueError, match="`layout` is on meta, which holds no values"):
-        call(Group(), {"layout": attention_layout(Ownership.contiguous(8, 1)).to("meta")})
+        call(Group(), holding(AttentionLayout(Ownership.contiguous(8, 1)).tensor.to("meta")))
 
 
 def test_refuses_teams_larger_than_an_int() -> None:
-    layout = attention_layout(Ownership.contiguous(8, 1))
+    layout = AttentionLayout(Ownership.contiguous(8, 1))
     with pytest.raises(ValueError, match="head_ranks"):
         call(
             Group(),
-            {"layout": layout, "strategy": "head_parallel_ring", "head_ranks": 2**32 + 1},
+            {"attention": layout, "strategy": "head_parallel_ring", "head_ranks": 2**32 + 1},
         )
 
 
@@ -241,7 +262,7 @@ def test_refuses_garbage_in_every_place_of_a_layout() -> None:
         Ownership.of_ranges([[(4, 10), (0, 4)]]),
         Ownership.per_document_head_tail(packing, 1),
     ):
-        layout = attention_layout(owners, mask)
+        layout = AttentionLayout(owners, mask).tensor
         x = zeros(10, 1, 2)
         refused = 0
         for place in range(layout.numel()):
@@ -249,7 +270,7 @@ def test_refuses_garbage_in_every_place_of_a_layout() -> None:
                 broken = layout.clone()
                 broken[place] = number
                 try:
-                    longspan.attend(x, x, x, layout=broken)
+                    longspan.attend(x, x, x, **holding(broken))
                 except ValueError:
                     refused += 1
         assert refused > 5 * layout.numel()
@@ -263,7 +284,7 @@ def test_no_rows_and_no_tokens_are_ordinary(strategy: str) -> None:
     def body(group: Group) -> None:
         for owners, tokens, rows in ((OWNERS, 8, 0), (Ownership.contiguous(0, 2), 0, 2)):
             q, k, v = (zeros(rows, h, tokens, 4).requires_grad_() for h in (4, 2, 2))
-            out = longspan.attend(q, k, v, ownership=owners, group=group, strategy=strategy)
+            out = longspan.attend(q, k, v, layout=owners, group=group, strategy=strategy)
             assert isinstance(out, torch.Tensor)
             assert out.shape == q.shape
             out.sum().backward()
@@ -285,7 +306,7 @@ def both_passes(group: Group, **options: Any) -> tuple[str, str]:
     """The pass in which attention ended, and with what words."""
     dtype = options.pop("dtype", torch.float32)
     q, k, v = (torch.randn(1, 3, 8, 4, dtype=dtype, requires_grad=True) for _ in range(3))
-    options = {"mask": FULL, "ownership": CONTIGUOUS, "strategy": "ring"} | options
+    options = {"mask": FULL, "layout": CONTIGUOUS, "strategy": "ring"} | options
     passed = "forward"
     try:
         out = longspan.attend(q, k, v, group=group, **options)
@@ -299,7 +320,7 @@ def both_passes(group: Group, **options: Any) -> tuple[str, str]:
 DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": "gathered"},
     "heads_instead_of_keys": {"strategy": "head_parallel"},
-    "mask_and_ownership": {"mask": Mask.causal(Packing.single(24)), "ownership": HEAD_TAIL},
+    "mask_and_ownership": {"mask": Mask.causal(Packing.single(24)), "layout": HEAD_TAIL},
     "mask": {"mask": Mask.causal(Packing.single(24))},
     "dtype": {"dtype": torch.bfloat16},
 }
@@ -326,7 +347,7 @@ def test_ranks_with_different_plans_all_end_in_time(name: str) -> None:
 def test_ranks_with_different_owners_of_equal_sizes_end_in_time(strategy: str) -> None:
     def body(group: Group) -> tuple[str, str]:
         owners = HEAD_TAIL if group.rank() == 1 else CONTIGUOUS
-        return both_passes(group, ownership=owners, strategy=strategy)
+        return both_passes(group, layout=owners, strategy=strategy)
 
     ends = run_ranks(3, body, timeout=1)
     assert all(where == "forward" and words for where, words in ends), ends
@@ -343,7 +364,7 @@ def test_a_rank_that_raises_ends_the_others_at_once(stage: str, strategy: str) -
     def body(group: Group) -> None:
         try:
             q, k, v = (torch.randn(1, 3, 8, 4, requires_grad=True) for _ in range(3))
-            options: dict[str, Any] = {"ownership": CONTIGUOUS, "group": group}
+            options: dict[str, Any] = {"layout": CONTIGUOUS, "group": group}
             first = longspan.attend(q, k, v, mask=FULL, strategy=strategy, **options)
             assert isinstance(first, torch.Tensor)
             if group.rank() == 1:
@@ -369,7 +390,7 @@ def test_a_rank_that_skips_backward_is_named(strategy: str) -> None:
         q, k, v = (torch.randn(1, 3, 8, 4, requires_grad=True) for _ in range(3))
         with torch.set_grad_enabled(group.rank() != 1):
             out = longspan.attend(
-                q, k, v, mask=FULL, ownership=CONTIGUOUS, group=group, strategy=strategy
+                q, k, v, mask=FULL, layout=CONTIGUOUS, group=group, strategy=strategy
             )
         assert isinstance(out, torch.Tensor)
         if group.rank() == 1:
@@ -398,7 +419,7 @@ def test_a_group_that_ended_is_named() -> None:
 
     def body(group: Group) -> None:
         q, k, v = (torch.randn(1, 3, 8, 4, requires_grad=True) for _ in range(3))
-        out = longspan.attend(q, k, v, mask=FULL, ownership=CONTIGUOUS, group=group)
+        out = longspan.attend(q, k, v, mask=FULL, layout=CONTIGUOUS, group=group)
         if group.rank() == 0:
             kept.extend([group, out])
 
@@ -410,7 +431,7 @@ def test_a_group_that_ended_is_named() -> None:
     )
     x = zeros(1, 3, 8, 4)
     with pytest.raises(ValueError) as forward:
-        longspan.attend(x, x, x, mask=FULL, ownership=CONTIGUOUS, group=group)
+        longspan.attend(x, x, x, mask=FULL, layout=CONTIGUOUS, group=group)
     assert str(forward.value) == message
     with pytest.raises(RuntimeError) as backward:
         out.sum().backward()
@@ -426,7 +447,7 @@ def test_two_groups_at_once_keep_apart() -> None:
         results = []
         for strategy in STRATEGIES * 3:
             q, k, v = (t.clone().requires_grad_() for t in mine)
-            out = longspan.attend(q, k, v, ownership=owners, group=group, strategy=strategy)
+            out = longspan.attend(q, k, v, layout=owners, group=group, strategy=strategy)
             assert isinstance(out, torch.Tensor)
             results += [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
         return results
@@ -543,7 +564,7 @@ def passes(
 ) -> list[torch.Tensor]:
     q, k, v, dout = shares_of(group, owners, whole)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = longspan.attend(*leaves, mask=mask, ownership=owners, group=group, strategy=strategy)
+    out = longspan.attend(*leaves, mask=mask, layout=owners, group=group, strategy=strategy)
     assert isinstance(out, torch.Tensor)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -43,7 +43,7 @@ class Share:
 
     def __post_init__(self) -> None:
         self.owners = Ownership.head_tail(self.tokens, self.group.size())
-        self.layout = longspan.attention_layout(self.owners, self.mask)
+        self.layout = longspan.AttentionLayout(self.owners, self.mask)
         self.random = torch.Generator().manual_seed(self.group.rank())
         self.q, self.k, self.v = self.draw(4, 6), self.draw(2, 6), self.draw(2, 3)
         self.dout = self.draw(4, 3).detach()
@@ -64,7 +64,7 @@ class Share:
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor,
                strategy: str = "ring") -> torch.Tensor:  # fmt: skip
         out = longspan.attend(
-            q, k, v, sink=sink, layout=self.layout, group=self.group, strategy=strategy
+            q, k, v, sink=sink, attention=self.layout, group=self.group, strategy=strategy
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -91,13 +91,13 @@ def test_operators_of_one_rank_pass_opcheck(packed: bool, with_sink: bool) -> No
     share = Share(Group(), packed)
     sink = share.sink if with_sink else None
     options = (0.4, 3.0, "ring", 0, "")
-    arguments = (share.q, share.k, share.v, sink, share.layout, *options)
+    arguments = (share.q, share.k, share.v, sink, share.layout.tensor, *options)
     torch.library.opcheck(ops.attend.default, arguments)
     plain = [None if t is None else t.detach() for t in (share.q, share.k, share.v, sink)]
-    out, lse = ops.attend(*plain, share.layout, *options)
+    out, lse = ops.attend(*plain, share.layout.tensor, *options)
     torch.library.opcheck(
         ops.attend_backward.default,
-        (share.dout, *plain, out, lse, share.layout, *options),
+        (share.dout, *plain, out, lse, share.layout.tensor, *options),
     )
 
 
@@ -112,11 +112,11 @@ def test_fake_tensors_know_the_shape(packed: bool, dtype: torch.dtype) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     share = Share(Group(), packed, dtype)
-    plain = [t.detach() for t in (*share.inputs, share.layout)]
+    plain = [t.detach() for t in (*share.inputs, share.layout.tensor)]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in plain]
         fake = ops.attend(*fakes, 0.4, 0.0, "ring", 0, "")
-    real = ops.attend(*share.inputs, share.layout, 0.4, 0.0, "ring", 0, "")
+    real = ops.attend(*share.inputs, share.layout.tensor, 0.4, 0.0, "ring", 0, "")
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -129,8 +129,8 @@ def test_compiles_once_for_every_length_and_layout(grouped: bool) -> None:
     group = Group() if grouped else None
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor,
-             layout: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        out = longspan.attend(q * 2, k, v, sink=sink, layout=layout, group=group)
+             layout: longspan.AttentionLayout) -> torch.Tensor:  # fmt: skip
+        out = longspan.attend(q * 2, k, v, sink=sink, attention=layout, group=group)
         return longspan.reduce_loss(out.square().sum(), q.shape[2], group)
 
     counters.clear()
@@ -150,8 +150,8 @@ def test_another_layout_of_the_same_length_is_no_new_graph() -> None:
     """The graph knows the layout as a tensor: its numbers are not baked in."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  layout: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        out = longspan.attend(q, k, v, layout=layout)
+                  layout: longspan.AttentionLayout) -> torch.Tensor:  # fmt: skip
+        out = longspan.attend(q, k, v, attention=layout)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -161,7 +161,7 @@ def test_another_layout_of_the_same_length_is_no_new_graph() -> None:
     results = []
     for lengths in ([TOKENS - 1, 1], [1, TOKENS - 1], [7, TOKENS - 7]):
         owners = Ownership.contiguous(TOKENS, 1)
-        layout = longspan.attention_layout(owners, Mask.causal(Packing.of(lengths)))
+        layout = longspan.AttentionLayout(owners, Mask.causal(Packing.of(lengths)))
         results.append(compiled(share.q, share.k, share.v, layout))
         assert torch.equal(results[-1], attention(share.q, share.k, share.v, layout))
     assert not torch.equal(results[0], results[1])
@@ -339,7 +339,7 @@ def test_expanded_inputs_are_as_good_as_copies(strategy: str, packed: bool) -> N
 def test_results_are_contiguous_whatever_came() -> None:
     share = Share(Group())
     out, lse = longspan.attend(
-        *(transposed(t.detach()) for t in share.inputs[:3]), layout=share.layout, return_lse=True
+        *(transposed(t.detach()) for t in share.inputs[:3]), attention=share.layout, return_lse=True
     )
     assert out.is_contiguous() and lse.is_contiguous()
 
@@ -404,7 +404,7 @@ def test_without_gradients_the_output_is_the_same(mode: str, strategy: str) -> N
 
 def test_the_log_sum_exp_has_no_gradient() -> None:
     share = Share(Group())
-    out, lse = longspan.attend(*share.inputs[:3], layout=share.layout, return_lse=True)
+    out, lse = longspan.attend(*share.inputs[:3], attention=share.layout, return_lse=True)
     assert out.requires_grad and not lse.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
         lse.sum().backward()
@@ -454,7 +454,7 @@ def test_an_input_changed_after_forward_is_noticed() -> None:
 def test_nobodys_tensors_are_changed(strategy: str, packed: bool) -> None:
     def body(group: Group) -> None:
         share = Share(group, packed)
-        held = [*share.inputs, share.dout, share.layout]
+        held = [*share.inputs, share.dout, share.layout.tensor]
         before = [t.detach().clone() for t in held]
         out = share.attend(*share.inputs, strategy=strategy)
         answer = out.detach().clone()
@@ -544,7 +544,7 @@ def test_functorch_and_forward_mode_are_refused_not_wrong() -> None:
     q, k, v = (t.detach() for t in share.inputs[:3])
 
     def total(q: torch.Tensor) -> torch.Tensor:
-        return ops.attend(q, k, v, None, share.layout, 0.4, 0.0, "ring", 0, "")[0].sum()
+        return ops.attend(q, k, v, None, share.layout.tensor, 0.4, 0.0, "ring", 0, "")[0].sum()
 
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(total)(q)
@@ -558,8 +558,8 @@ def test_functorch_and_forward_mode_are_refused_not_wrong() -> None:
 def test_an_exported_program_takes_other_lengths_and_layouts() -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    layout: torch.Tensor) -> torch.Tensor:  # fmt: skip
-            out = longspan.attend(q * 2, k, v, layout=layout)
+                    layout: longspan.AttentionLayout) -> torch.Tensor:  # fmt: skip
+            out = longspan.attend(q * 2, k, v, attention=layout)
             assert isinstance(out, torch.Tensor)
             return out
 
@@ -568,7 +568,7 @@ def test_an_exported_program_takes_other_lengths_and_layouts() -> None:
     exported = torch.export.export(
         Attention(),
         (share.q, share.k, share.v, share.layout),
-        dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}, {0: numbers}),
+        dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}, [{0: numbers}]),
     )
     packing = Packing.of([1, 0, 13, 28])
     other = Share(Group(), tokens=packing.tokens, mask=Mask.causal(packing))

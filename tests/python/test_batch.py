@@ -540,7 +540,7 @@ class TestUnevenShares:
         batch = {"input_ids": source_ids(rows, length), "position_ids": source_ids(rows, length)}
         ownership = longspan.Ownership.of_ranges(uneven.ranges)
         ranks = len(uneven.ranges)
-        locals_ = share_all(batch, ranks, ownership=ownership, layout=form)
+        locals_ = share_all(batch, ranks, layout=ownership, form=form)
         flat = batch["input_ids"] if form == "rows" else batch["input_ids"].flatten()
         for local, ranges in zip(locals_, uneven.ranges, strict=True):
             share = [t for begin, end in ranges for t in range(begin, end)]
@@ -554,7 +554,7 @@ class TestUnevenShares:
         rows, length = (2, 10) if form == "rows" else (2, 5)
         batch = {"input_ids": source_ids(rows, length)}
         ownership = longspan.Ownership.of_ranges(uneven.ranges)
-        locals_ = share_all(batch, len(uneven.ranges), ownership=ownership, layout=form)
+        locals_ = share_all(batch, len(uneven.ranges), layout=ownership, form=form)
         shards = [local["input_ids"] for local in locals_]
         assert torch.equal(longspan.unshard(shards, locals_[0]), batch["input_ids"])
         pads = longspan.unshard(
@@ -567,7 +567,7 @@ class TestUnevenShares:
 def test_uneven_sizes_are_ranges() -> None:
     sizes = longspan.Ownership.of_sizes([3, 0, 9])
     batch = {"input_ids": source_ids(1, 12)}
-    locals_ = share_all(batch, 3, ownership=sizes, layout="rows")
+    locals_ = share_all(batch, 3, layout=sizes, form="rows")
     assert [local["input_ids"].shape[1] for local in locals_] == [3, 0, 9]
     assert locals_[1]["padding_mask"].shape == (1, 0)
 
@@ -575,7 +575,7 @@ def test_uneven_sizes_are_ranges() -> None:
 def test_uneven_gradients_are_exact() -> None:
     x = torch.arange(24.0, dtype=torch.double).view(1, 12, 2).requires_grad_()
     ownership = longspan.Ownership.of_ranges(UNEVEN[3].ranges)
-    locals_ = share_all({"inputs_embeds": x}, 3, ownership=ownership, layout="rows")
+    locals_ = share_all({"inputs_embeds": x}, 3, layout=ownership, form="rows")
     shares = [local["inputs_embeds"] for local in locals_]
     (grad,) = torch.autograd.grad(shares, [x], [s.detach() * 2 for s in shares])
     assert torch.equal(grad, 2 * x)
@@ -1193,13 +1193,13 @@ REFUSED = [
         "ownership_of_other_ranks",
         with_ids(),
         "the ownership has 2 ranks, the group 3",
-        options={"ownership": longspan.Ownership.of_sizes([4, 4]), "rank": 0, "ranks": 3},
+        options={"layout": longspan.Ownership.of_sizes([4, 4]), "rank": 0, "ranks": 3},
     ),
     Refusal(
         "ownership_of_fewer_tokens",
         with_ids(),
         "the ownership has 7 tokens but the batch 8; make it from the padded batch",
-        options={"ownership": longspan.Ownership.of_sizes([7]), "layout": "rows"},
+        options={"layout": longspan.Ownership.of_sizes([7]), "form": "rows"},
     ),
     Refusal(
         "shift_without_labels",

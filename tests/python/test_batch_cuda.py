@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import longspan
-from longspan.batch import LAYOUTS
 
 pytestmark = pytest.mark.cuda
 
+LAYOUTS = [layout.name for layout in longspan.named_layouts()]
 IDS = torch.stack([torch.arange(16), 1000 + torch.arange(16)])
 DOCUMENTS = {
     "lengths": {

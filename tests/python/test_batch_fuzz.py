@@ -315,7 +315,7 @@ def test_any_ownership_comes_back(
     ranges = [[pair] for pair in itertools.pairwise(borders)]
     ownership = Ownership.of_ranges(ranges[::-1] if turn else ranges)
     locals_ = [
-        longspan.shard(batch, rank=r, ranks=ownership.ranks, ownership=ownership, layout=form)
+        longspan.shard(batch, rank=r, ranks=ownership.ranks, layout=ownership, form=form)
         for r in range(ownership.ranks)
     ]
     check_round_trip(batch, locals_)

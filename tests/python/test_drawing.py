@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from longspan import STRATEGIES, Mask, Ownership, Packing, drawing
+from longspan import Mask, Ownership, Packing, Strategy, drawing
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", Strategy.names())
 def test_a_plan_shows_itself(strategy: str) -> None:
     owners = Ownership.contiguous(64, ranks=4)
     picture = drawing.draw_plan(owners, strategy=strategy, heads=8, key_heads=2, head_dim=128)

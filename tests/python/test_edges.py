@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import longspan
 from longspan import Mask, Ownership, Packing, TokenRange
-from longspan.batch import LAYOUTS
 
+LAYOUTS = [layout.name for layout in longspan.named_layouts()]
 PACKING = Packing.of([5, 0, 3], [6, 2, 4], 16)
 VALUES = {
     "range": TokenRange(2, 5),
@@ -89,12 +89,17 @@ def test_a_loaders_worker_may_shard() -> None:
 
 
 REFUSED = {
-    "layout that is no name": (lambda: longspan.shard(ROWS, layout=[]), ValueError, "layout"),
+    "layout that is no name": (lambda: longspan.shard(ROWS, layout=[]), TypeError, "layout"),
     "group without rank": (lambda: longspan.shard(ROWS, 2), TypeError, r"rank\(\) and size\(\)"),
-    "ownership by name": (
-        lambda: longspan.shard(ROWS, ownership="x", layout="rows"),
-        TypeError,
-        "not an Ownership",
+    "form of a named layout": (
+        lambda: longspan.shard(ROWS, layout="head-tail", form="rows"),
+        ValueError,
+        "`form` goes with an Ownership",
+    ),
+    "unknown form": (
+        lambda: longspan.shard(ROWS, layout=longspan.Ownership.contiguous(6, 1), form="grid"),
+        ValueError,
+        "shard: form 'grid' is not one of rows, stream",
     ),
     "rank that is no int": (
         lambda: longspan.shard(ROWS, rank=0.0, ranks=2),

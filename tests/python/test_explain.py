@@ -20,7 +20,7 @@ ROWS = ([30, 26, 8], [57, 7])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("strategy", longspan.STRATEGIES)
+@pytest.mark.parametrize("strategy", longspan.Strategy.names())
 @pytest.mark.parametrize("family", ["llama", "gemma4", "gpt_oss"])
 def test_bytes_are_those_that_travel(family: str, strategy: str, ranks: int) -> None:
     def body(group: Group) -> None:

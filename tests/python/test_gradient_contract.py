@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan import Group, LocalBatch, Mask, Ownership, Packing, run_ranks
-from longspan.batch import LAYOUTS
+from longspan import AttentionLayout, Group, LocalBatch, Mask, Ownership, Packing, run_ranks
 
+FORMS = {layout.name: layout.form for layout in longspan.named_layouts()}
+LAYOUTS = list(FORMS)
 VOCABULARY, WIDTH, HEADS, KEY_HEADS = 23, 16, 4, 2
 IGNORED = -100
 
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(HEADS * dim, WIDTH)
         self.sink = nn.Parameter(torch.zeros(HEADS))
 
-    def forward(self, x: Tensor, layout: Tensor, group: Group, strategy: str) -> Tensor:
+    def forward(self, x: Tensor, layout: AttentionLayout, group: Group, strategy: str) -> Tensor:
         def heads(projected: Tensor) -> Tensor:
             split = projected.unflatten(-1, (-1, WIDTH // HEADS))
             return split.transpose(1, 2) if x.dim() == 3 else split
@@ -43,7 +44,7 @@ class Attention(nn.Module):
             heads(self.k(x)),
             heads(self.v(x)),
             sink=self.sink,
-            layout=layout,
+            attention=layout,
             group=group,
             strategy=strategy,
         )
@@ -60,7 +61,7 @@ class Block(nn.Module):
             nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.SiLU(), nn.Linear(3 * WIDTH, WIDTH)
         )
 
-    def forward(self, x: Tensor, layout: Tensor, group: Group, strategy: str) -> Tensor:
+    def forward(self, x: Tensor, layout: AttentionLayout, group: Group, strategy: str) -> Tensor:
         x = x + self.attention(self.norm(x), layout, group, strategy)
         return x + self.mlp(x)
 
@@ -80,8 +81,8 @@ class Transformer(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
-        return longspan.attention_layout(local)
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
+        return longspan.AttentionLayout(local)
 
     def reduced(self, total: Tensor, count: Tensor, group: Group) -> Tensor:
         return longspan.reduce_loss(total, count, group)
@@ -342,9 +343,9 @@ class PartOfTheMean(Transformer):
 class LocalAttention(Transformer):
     """Every rank on its own, as a layer does that nobody has told."""
 
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
         tokens = local.cut.local_tokens
-        return longspan.attention_layout(Ownership.contiguous(tokens, 1))
+        return longspan.AttentionLayout(Ownership.contiguous(tokens, 1))
 
     def attention_group(self, group: Group) -> Group:
         return Group()
@@ -353,21 +354,21 @@ class LocalAttention(Transformer):
 class NoDocuments(Transformer):
     """Documents are forgotten: causal over the whole row or stream."""
 
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
         owners = local.cut.ownership
-        return longspan.attention_layout(owners, Mask.causal(Packing.single(owners.tokens)))
+        return longspan.AttentionLayout(owners, Mask.causal(Packing.single(owners.tokens)))
 
 
 class FullMask(Transformer):
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
         owners = local.cut.ownership
-        return longspan.attention_layout(owners, Mask.full(Packing.single(owners.tokens)))
+        return longspan.AttentionLayout(owners, Mask.full(Packing.single(owners.tokens)))
 
 
 class DroppedMask(Transformer):
     """The mask is lost on the way to several ranks."""
 
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
         if group.size() == 1:
             return super().layout_of(local, group)
         return FullMask.layout_of(self, local, group)  # type: ignore[arg-type]
@@ -444,7 +445,7 @@ def test_check_parity_takes_an_ownership_and_single_precision() -> None:
     batch = batch_of()
     owners = Ownership.of_ranges([[(0, 3)], [(10, 16), (3, 5)], [(5, 10)]])
     model = seeded().float()
-    assert parity_on(3, model, batch, ownership=owners, layout="rows")
+    assert parity_on(3, model, batch, layout=owners, form="rows")
     assert not parity_on(3, model, batch, tolerance=0.0)
 
 
@@ -513,7 +514,7 @@ def test_leak_probe_finds_documents_that_see_each_other(
     assert str(first).startswith(
         "document 1 was changed, and the output of token 8 of row 0, in document 2, moved by "
     )
-    if kind is FullMask and LAYOUTS[layout].form == "stream":
+    if kind is FullMask and FORMS[layout] == "stream":
         # All see all: each of the 9 documents moves another.
         assert [leak.changed_document for leak in leaks] == list(range(1, 10))
 
@@ -558,9 +559,9 @@ class Embedded(nn.Module):
 class TwoHalves(Transformer):
     """Knows by itself that every row holds two documents."""
 
-    def layout_of(self, local: LocalBatch, group: Group) -> Tensor:
+    def layout_of(self, local: LocalBatch, group: Group) -> AttentionLayout:
         owners = local.cut.ownership
-        return longspan.attention_layout(owners, Mask.causal(Packing.of([8, 8])))
+        return longspan.AttentionLayout(owners, Mask.causal(Packing.of([8, 8])))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -90,7 +90,7 @@ def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("strategy", [s for s in longspan.STRATEGIES if s != "ring"])
+@pytest.mark.parametrize("strategy", [s for s in longspan.Strategy.names() if s != "ring"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy(family: str, strategy: str, ranks: int) -> None:
     check(over_ranks(family, "rows", ranks, strategy=strategy), answer(family, "rows"))
@@ -103,18 +103,18 @@ def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
     check(over_ranks(family, "rows", ranks, embeds=True), true)
 
 
-@pytest.mark.parametrize("layout", longspan.batch.LAYOUTS)
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.named_layouts()])
 @pytest.mark.parametrize("case", ["rows", "left"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_every_layout(family: str, case: str, layout: str) -> None:
-    check(over_ranks(family, case, 3, ownership=layout), answer(family, case))
+    check(over_ranks(family, case, 3, layout=layout), answer(family, case))
     check(over_ranks(family, case, 2, cut={"layout": layout}), answer(family, case))
 
 
 def test_an_uneven_ownership_of_rows() -> None:
     uneven = Ownership.of_sizes([3, 1, 19])
-    check(over_ranks("mistral", "rows", 3, ownership=uneven), answer("mistral", "rows"))
-    check(over_ranks("mistral", "rows", 3, cut={"ownership": uneven}), answer("mistral", "rows"))
+    check(over_ranks("mistral", "rows", 3, layout=uneven), answer("mistral", "rows"))
+    check(over_ranks("mistral", "rows", 3, cut={"layout": uneven}), answer("mistral", "rows"))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -325,7 +325,7 @@ def test_parity_and_leaks_of_parallelized_models(family: str) -> None:
     case = packed([6, 8, 9], [21, 2])
 
     def body(group: Group) -> None:
-        model = longspan.parallelize(decoder(family), group, ownership="contiguous-stream")
+        model = longspan.parallelize(decoder(family), group, layout="contiguous-stream")
         found = longspan.check_parity(model, case.batch, group, tolerance=3e-6)
         found.raise_if_different()
         assert len(found.differences) == 2 + len(list(model.parameters()))
@@ -380,7 +380,7 @@ def test_two_models_with_two_settings() -> None:
     def body(group: Group) -> None:
         one = longspan.parallelize(decoder("llama"), group)
         two = longspan.parallelize(
-            decoder("llama"), group, strategy="gathered", ownership="contiguous-rows"
+            decoder("llama"), group, strategy="gathered", layout="contiguous-rows"
         )
         case = packed([7, 5])
         logits = [
@@ -461,9 +461,9 @@ def test_options_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="strategy 'rings' is not one of ring, "):
         longspan.parallelize(model, strategy="rings")
     with pytest.raises(ValueError, match="parallelize: layout 'zigzag' is not one of head-tail"):
-        longspan.parallelize(model, ownership="zigzag")
+        longspan.parallelize(model, layout="zigzag")
     with pytest.raises(ValueError, match="the ownership has 3 ranks, the group 1"):
-        longspan.parallelize(model, ownership=Ownership.contiguous(12, 3))
+        longspan.parallelize(model, layout=Ownership.contiguous(12, 3))
     with pytest.raises(ValueError, match="restore: this model is not parallelized"):
         longspan.restore(model)
     with pytest.raises(ValueError, match="shard: this LlamaForCausalLM is not parallelized"):
@@ -490,7 +490,7 @@ def test_ranks_without_tokens() -> None:
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder("llama"), group)
         with pytest.raises(ValueError, match="ranks would hold 0, 12 tokens of 1 rows; a model"):
-            longspan.shard(packed([12]).batch, model=model, ownership=Ownership.of_sizes([0, 12]))
+            longspan.shard(packed([12]).batch, model=model, layout=Ownership.of_sizes([0, 12]))
         with pytest.raises(ValueError, match="ranks would hold 0, 0 tokens of 0 rows"):
             longspan.shard({"input_ids": torch.zeros(0, 0, dtype=torch.long)}, model=model)
 

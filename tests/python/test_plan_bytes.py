@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import Group, Mask, Ownership, Packing, Plan, run_ranks
+from longspan import Group, Mask, Ownership, Packing, Plan, Strategy, run_ranks
 
 HEADS, KEY_HEADS, DIM, VALUE_DIM = 6, 2, 5, 3
 PACKING = Packing.of([21, 1, 0, 14, 3], [24, 2, 2, 16, 4])  # 48 tokens, for 1 to 4 ranks
@@ -67,10 +67,9 @@ class Call:
         return longspan.plan(
             self.owners,
             self.masks,
-            strategy=self.strategy,
+            strategy=Strategy(self.strategy, self.head_ranks),
             rank=rank,
             key_heads=KEY_HEADS,
-            head_ranks=self.head_ranks,
             rows=max(self.rows, 1),
         )
 
@@ -105,10 +104,9 @@ def sent(group: Group, call: Call, dtype: torch.dtype) -> tuple[int, int]:
     out = longspan.attend(
         *inputs,
         mask=call.masks,
-        ownership=call.owners,
+        layout=call.owners,
         group=group,
-        strategy=call.strategy,
-        head_ranks=call.head_ranks,
+        strategy=Strategy(call.strategy, call.head_ranks),
     )
     assert isinstance(out, torch.Tensor)
     counts.append(group.sent_bytes)
@@ -190,7 +188,7 @@ def test_documents_that_stay_at_home_send_nothing(strategy: str) -> None:
 
     def body(group: Group) -> int:
         inputs = [torch.randn(12, 2, 4, requires_grad=True) for _ in range(3)]
-        out = longspan.attend(*inputs, mask=mask, ownership=owners, group=group, strategy=strategy)
+        out = longspan.attend(*inputs, mask=mask, layout=owners, group=group, strategy=strategy)
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
         return group.sent_bytes

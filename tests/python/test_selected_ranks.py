@@ -161,7 +161,7 @@ class Share:
             self.leaves.append(whole.sink.clone().requires_grad_())
         self.sink = self.leaves[5] if whole.sink is not None else None
         self.dout, self.dscores = self.of(whole.dout), self.of(whole.dscores)
-        self.where: dict[str, Any] = {"ownership": self.owners, "group": self.group}
+        self.where: dict[str, Any] = {"layout": self.owners, "group": self.group}
         self.window: dict[str, Any] = (
             {"start": self.of(whole.start), "end": self.of(whole.end)}
             if whole.case.windows
@@ -350,7 +350,7 @@ def test_lists_of_an_earlier_layer_may_be_anything(lists: str, rows: int | None)
         for fetch in longspan.FETCHES:
             leaves = [t.index_select(axis, tokens).requires_grad_() for t in (q, kv)]
             out, lse = longspan.attend_selected(
-                *leaves, indices.index_select(axis, tokens), scale=SCALE, ownership=owners,
+                *leaves, indices.index_select(axis, tokens), scale=SCALE, layout=owners,
                 group=group, fetch=fetch, return_lse=True,
             )  # fmt: skip
             dq, dkv = torch.autograd.grad(out, leaves, dout.index_select(axis, tokens))
@@ -430,7 +430,7 @@ def test_gathered_moves_all_keys_in_one_exchange(trained: bool) -> None:
     def layer(group: Group, back: bool) -> None:
         tensors = drawn(owners, group)
         found = longspan.select_and_attend(
-            *tensors, slots=4, scale=SCALE, ownership=owners, group=group, scores=trained
+            *tensors, slots=4, scale=SCALE, layout=owners, group=group, scores=trained
         )
         if back:
             loss = found.out.sum()
@@ -454,7 +454,7 @@ def test_needed_sends_each_selected_row_once_to_each_rank_that_asks() -> None:
     def attention(group: Group, fetch: str, back: bool) -> None:
         q, kv = drawn(owners, group)[:2]
         out = longspan.attend_selected(
-            q, kv, lists, scale=SCALE, ownership=owners, group=group, fetch=fetch
+            q, kv, lists, scale=SCALE, layout=owners, group=group, fetch=fetch
         )
         assert isinstance(out, torch.Tensor)
         if back:
@@ -479,14 +479,14 @@ def test_empty_selections_are_ordinary() -> None:
             for slots in (0, 3):
                 lists = torch.full((8, slots), -1)
                 out, lse = longspan.attend_selected(
-                    q, kv, lists, scale=SCALE, ownership=owners, group=group, fetch=fetch,
+                    q, kv, lists, scale=SCALE, layout=owners, group=group, fetch=fetch,
                     return_lse=True,
                 )  # fmt: skip
                 dq, dkv = torch.autograd.grad(out.sum(), (q, kv))
                 assert not out.any() and lse.isneginf().all() and not dq.any() and not dkv.any()
         for balanced in (False, True):
             found = longspan.select_and_attend(
-                *drawn(owners, group), slots=0, scale=SCALE, ownership=owners, group=group,
+                *drawn(owners, group), slots=0, scale=SCALE, layout=owners, group=group,
                 balanced=balanced,
             )  # fmt: skip
             assert found.indices.shape == (8, 0) and not found.out.any()
@@ -505,7 +505,7 @@ def test_no_rows_and_no_tokens_are_ordinary(rows: int) -> None:
         for fetch in longspan.FETCHES:
             for balanced in (False, True):
                 found = longspan.select_and_attend(
-                    *tensors, slots=3, scale=SCALE, ownership=owners, group=group, fetch=fetch,
+                    *tensors, slots=3, scale=SCALE, layout=owners, group=group, fetch=fetch,
                     balanced=balanced, scores=True,
                 )  # fmt: skip
                 assert found.out.shape == (rows, held, 4, 6) and found.scores is not None
@@ -522,7 +522,7 @@ def test_balanced_work_is_even_where_the_ownership_is_not() -> None:
     def selection(group: Group, balanced: bool) -> None:
         _, _, index_q, index_k, weights = drawn(owners, group)
         longspan.select_keys(
-            index_q, index_k, weights, slots=slots, ownership=owners, group=group,
+            index_q, index_k, weights, slots=slots, layout=owners, group=group,
             balanced=balanced,
         )  # fmt: skip
 
@@ -546,7 +546,7 @@ def indexer_gradients(
     to_q, to_k, to_w = (t.clone().requires_grad_() for t in whole[3:])
     found = longspan.select_and_attend(
         q, kv, (x @ to_q).unflatten(-1, (2, 3)), x @ to_k, x @ to_w, slots=5, scale=SCALE,
-        ownership=owners, group=group, fetch=fetch, scores=True, target=True,
+        layout=owners, group=group, fetch=fetch, scores=True, target=True,
     )  # fmt: skip
     assert found.scores is not None and found.target is not None
     losses = longspan.index_loss(found.scores, found.target)
@@ -614,7 +614,7 @@ def test_ranks_compare_their_own_queries() -> None:
     def body(group: Group) -> tuple[int, int]:
         tokens = owners.tokens_of(group.rank())
         mine = (t[tokens] for t in (a, b, inputs.index_q, inputs.index_k, inputs.weights))
-        found = longspan.compare_selections(*mine, ownership=owners, group=group)
+        found = longspan.compare_selections(*mine, layout=owners, group=group)
         return found.differing, found.queries
 
     assert run_ranks(2, body) == [(6, 2), (0, 0)]
@@ -625,7 +625,7 @@ def test_ranks_compare_their_own_queries() -> None:
 
 def test_operators_of_one_rank_pass_opcheck() -> None:
     owners = Ownership.of_ranges([[(9, 14), (0, 9)]])
-    layout = longspan.attention_layout(owners)
+    layout = longspan.AttentionLayout(owners).tensor
     tensors = drawn(owners, Group())
     q, kv, index_q, index_k, weights = tensors
     sink = torch.randn(4, requires_grad=True)
@@ -693,7 +693,7 @@ def test_autocast_casts_tokens_and_keeps_weights(fetch: str) -> None:
 
     def body(group: Group) -> None:
         tensors = drawn(owners, group)
-        options: dict[str, Any] = {"slots": 3, "scale": SCALE, "ownership": owners,
+        options: dict[str, Any] = {"slots": 3, "scale": SCALE, "layout": owners,
                                    "group": group, "fetch": fetch, "scores": True}  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16):
             found = longspan.select_and_attend(*tensors, **options)
@@ -736,12 +736,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fetch", {"fetch": "sent"},
      "select_and_attend: fetch is 'sent'; expected 'gathered' or 'needed'"),
     ("slots", {"slots": -1}, "select_and_attend: -1 slots; expected 0 or more"),
-    ("ranks", {"ownership": Ownership.contiguous(16, 4)},
+    ("ranks", {"layout": Ownership.contiguous(16, 4)},
      "select_and_attend: the ownership is over 4 ranks but the group has 2"),
-    ("tokens", {"ownership": Ownership.head_tail(24, 2)},
+    ("tokens", {"layout": Ownership.head_tail(24, 2)},
      "select_and_attend: `q` is float32 [8, 4, 6] but rank RANK holds 12 tokens"),
-    ("no_ownership", {"ownership": None},
-     "select_and_attend: 2 ranks need an ownership; give `ownership` or `layout`"),
+    ("no_layout", {"layout": None},
+     "select_and_attend: 2 ranks need a layout; give `layout` or `attention`"),
     ("one_border", {"start": zeros(8, dtype=torch.int)},
      "select_and_attend: one of `start` and `end` is missing; give both or none"),
     ("short_window", {"start": zeros(8, dtype=torch.int), "end": zeros(7, dtype=torch.int)},
@@ -778,7 +778,7 @@ def test_refuses_before_anything_is_sent(changed: dict[str, Any], message: str) 
         arguments: dict[str, Any] = {
             "q": zeros(8, 4, 6), "kv": zeros(8, 6), "index_q": zeros(8, 2, 3),
             "index_k": zeros(8, 3), "weights": zeros(8, 2), "slots": 3, "scale": SCALE,
-            "ownership": OWNERS, "group": group,
+            "layout": OWNERS, "group": group,
         }  # fmt: skip
         with pytest.raises(ValueError) as raised:
             longspan.select_and_attend(**(arguments | changed))
@@ -795,16 +795,16 @@ def test_refuses_a_second_derivative_and_two_layouts() -> None:
     assert isinstance(out, torch.Tensor)
     with pytest.raises(RuntimeError, match=r"^attend_selected: there is no second derivative"):
         torch.autograd.grad(out, q, torch.ones_like(out), create_graph=True)
-    layout = longspan.attention_layout(Ownership.contiguous(8, 1))
+    layout = longspan.AttentionLayout(Ownership.contiguous(8, 1))
     with pytest.raises(ValueError, match="already holds mask and ownership"):
         longspan.attend_selected(
-            q, kv, lists, scale=SCALE, layout=layout, ownership=Ownership.contiguous(8, 1)
+            q, kv, lists, scale=SCALE, attention=layout, layout=Ownership.contiguous(8, 1)
         )
 
 
 def test_lists_and_logs_are_checked_before_anything_is_sent() -> None:
     def body(group: Group) -> None:
-        where: dict[str, Any] = {"ownership": OWNERS, "group": group}
+        where: dict[str, Any] = {"layout": OWNERS, "group": group}
         q, kv, lists = zeros(8, 4, 6), zeros(8, 6), zeros(8, 2, dtype=torch.int)
         index = (zeros(8, 2, 3), zeros(8, 3), zeros(8, 2))
         calls: list[tuple[Callable[[], Any], str]] = [
@@ -834,7 +834,7 @@ def test_ranks_with_different_owners_of_equal_sizes_end_in_time(fetch: str) -> N
         owners = Ownership.head_tail(16, 2) if group.rank() else Ownership.contiguous(16, 2)
         with pytest.raises(RuntimeError) as raised:
             longspan.select_and_attend(
-                *drawn(owners, group), slots=3, scale=SCALE, ownership=owners, group=group,
+                *drawn(owners, group), slots=3, scale=SCALE, layout=owners, group=group,
                 fetch=fetch,
             )  # fmt: skip
         return str(raised.value)

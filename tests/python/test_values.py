@@ -298,9 +298,7 @@ class TestTokenTable:
 
 def test_a_layout_explains_itself() -> None:
     local = longspan.shard({"input_ids": torch.zeros(2, 6).long()}, rank=1, ranks=3)
-    assert repr(local.cut) == (
-        "Cut(rows, head-tail, rank 1 of 3, 2 of 6 tokens in each of 2 rows)"
-    )
+    assert repr(local.cut) == ("Cut(rows, head-tail, rank 1 of 3, 2 of 6 tokens in each of 2 rows)")
     assert (local.cut.rows, local.cut.length, local.cut.axis) == (2, 6, 1)
     stream = longspan.shard(
         {"input_ids": torch.zeros(2, 6).long()}, rank=1, ranks=3, layout="contiguous-stream"

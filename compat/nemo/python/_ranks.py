@@ -7,6 +7,7 @@ traces it without a graph break. No function of torch is replaced.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -127,11 +128,11 @@ class AttentionOverRanks(TorchFunctionMode):
     def _over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, layout: Tensor, scale: float | None
     ) -> Tensor:
-        out = longspan.attend(
-            query, key, value,
-            layout=layout, group=self.group, strategy=self.strategy, scale=scale,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
+        # The operator, which takes the tensor that _causal_head_tail makes in compiled code.
+        scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+        out: Tensor = torch.ops.longspan.attend(
+            query, key, value, None, layout, scale, 0.0, self.strategy, 0, self.group.name
+        )[0]
         return out
 
 
@@ -237,14 +238,14 @@ def _layout(
     ownership: _C.Ownership, mask: _C.Mask, hidden: Sequence[Sequence[tuple[int, int]]]
 ) -> Tensor:
     masks = [mask.with_hidden(list(ranges)) if ranges else mask for ranges in hidden]
-    return longspan.attention_layout(ownership, masks or mask)
+    return longspan.AttentionLayout(ownership, masks or mask).tensor
 
 
 # An operator, so that compiled code makes it for any length. Its size depends on
 # neither length nor ranks.
 @torch.library.custom_op("longspan_nemo::causal_head_tail", mutates_args=())
 def _causal_head_tail(tokens: int, ranks: int, words: int) -> Tensor:
-    return longspan.attention_layout(_C.Ownership.head_tail(tokens, ranks))
+    return longspan.AttentionLayout(_C.Ownership.head_tail(tokens, ranks)).tensor
 
 
 @_causal_head_tail.register_fake
@@ -284,9 +285,8 @@ class _Held:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.words = longspan.attention_layout(
-            _C.Ownership.head_tail(2 * group.size(), group.size())
-        ).numel()
+        owners = _C.Ownership.head_tail(2 * group.size(), group.size())
+        self.words = longspan.AttentionLayout(owners).tensor.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return self

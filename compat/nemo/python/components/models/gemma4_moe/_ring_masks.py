@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from longspan import Group, Mask, Ownership, Packing, all_gather_tokens, attention_layout
+from longspan import AttentionLayout, Group, Mask, Ownership, Packing, all_gather_tokens
 from longspan.compat.nemo._batch import check_row_matrix
 from longspan.compat.nemo._strict import is_strict
 
@@ -72,9 +72,9 @@ class Rows:
     documents: Tensor | None
     groups: Tensor | None
     pads: Tensor | None
-    layouts: dict[Any, Tensor | None] = dataclasses.field(default_factory=dict)
+    layouts: dict[Any, AttentionLayout | None] = dataclasses.field(default_factory=dict)
 
-    def layout(self, ranks: int, module: Any, causal: bool) -> Tensor | None:
+    def layout(self, ranks: int, module: Any, causal: bool) -> AttentionLayout | None:
         """For `longspan.attend`; None where no mask of runs says the same."""
         window = window_of(module)
         if window is not None and window < 1:
@@ -88,7 +88,7 @@ class Rows:
             band = (None if window is None else window - 1, 0 if causal else None)
             masks = self._masks(groups, band)
             owners = Ownership.contiguous(self.tokens, ranks)
-            self.layouts[key] = None if masks is None else attention_layout(owners, masks)
+            self.layouts[key] = None if masks is None else AttentionLayout(owners, masks)
         return self.layouts[key]
 
     def _masks(

@@ -215,7 +215,7 @@ def _ring(who: str, module: Any, ctx: Any) -> Tensor:
         ctx.query,
         ctx.key,
         ctx.value,
-        layout=layout,
+        attention=layout,
         group=group(),
         strategy="ring",
         scale=None if ctx.scale is None else float(ctx.scale),

@@ -1,0 +1,55 @@
+"""How attention runs over the ranks, as a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan import _C
+
+
+class Strategy(_C.Strategy):
+    """How attention runs over the ranks: one of `Strategy.names()`. A name alone is
+    taken wherever a strategy is. All give the same result.
+
+    "head_parallel_ring" has teams of `head_ranks` ranks, by default of as many as divide
+    the ranks and the key heads; the other names fix their teams.
+    """
+
+    def __init__(self, name: str, head_ranks: int | None = None) -> None:
+        super().__init__(name, head_ranks)
+        # Plain attributes, so that torch.compile can look through properties.
+        self._name = name
+        self._head_ranks = super().head_ranks
+
+    @staticmethod
+    def of(strategy: str | _C.Strategy) -> Strategy:
+        """From a name, or a strategy."""
+        if isinstance(strategy, Strategy):
+            return strategy
+        if isinstance(strategy, str):
+            return Strategy(strategy)
+        if isinstance(strategy, _C.Strategy):
+            return Strategy(strategy.name, strategy.head_ranks)
+        raise TypeError(
+            f"Strategy: expected one of {', '.join(Strategy.names())}, or a Strategy; "
+            f"got {type(strategy).__name__}"
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def head_ranks(self) -> int | None:
+        """Ranks of a team; None where the group decides."""
+        return self._head_ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Strategy, (self._name, self._head_ranks)
+
+
+def operator_arguments(strategy: str | _C.Strategy) -> tuple[str, int]:
+    """What operators take for it: the name, and 0 where the group decides on teams."""
+    if isinstance(strategy, str):
+        return strategy, 0
+    return strategy.name, strategy.head_ranks or 0
