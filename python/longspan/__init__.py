@@ -6,6 +6,15 @@ The words are those of the C++ library, and the work is done there.
 
 import torch as _torch  # noqa: F401  (its libraries must be loaded first)
 
+from longspan._attention import (
+    AttentionLayout,
+    attend,
+    kernel_levels,
+    merge,
+    plan,
+    which_kernel,
+)
+from longspan._batch import pack, pad, shard, shard_chunks, unshard
 from longspan._C import (
     Cut,
     Mask,
@@ -31,18 +40,18 @@ from longspan._C import (
     work_of,
     work_per_rank,
 )
+from longspan._clipping import clip_grad_norm
+from longspan._drawing import draw, draw_plan
+from longspan._explaining import explain
+from longspan._gradients import sum_gradients
+from longspan._group import Group, LostPeer, agree, run_ranks
+from longspan._local_batch import LocalBatch
+from longspan._losses import reduce_loss
+from longspan._models import parallelize, restore
+from longspan._parity import check_parity, leak_probe
+from longspan._randomness import rank_seed, seed_ranks, seeded_ranks
 from longspan._strategy import Strategy
-from longspan.attention import (
-    AttentionLayout,
-    attend,
-    kernel_levels,
-    merge,
-    plan,
-    which_kernel,
-)
-from longspan.batch import pack, pad, shard, shard_chunks, unshard
-from longspan.clipping import clip_grad_norm
-from longspan.collectives import (
+from longspan.comm import (
     all_gather_tokens,
     all_to_all_heads,
     all_to_all_tokens,
@@ -52,13 +61,6 @@ from longspan.collectives import (
     roll,
     rotate,
 )
-from longspan.drawing import draw, draw_plan
-from longspan.explaining import explain
-from longspan.gradients import sum_gradients
-from longspan.group import Group, LostPeer, agree, run_ranks
-from longspan.local_batch import LocalBatch
-from longspan.losses import reduce_loss
-from longspan.models import parallelize, restore
 from longspan.operators import (
     attend_dense,
     document_windows,
@@ -66,8 +68,6 @@ from longspan.operators import (
     rotate_channels,
     window_lists,
 )
-from longspan.parity import check_parity, leak_probe
-from longspan.randomness import rank_seed, seed_ranks, seeded_ranks
 from longspan.selected import (
     FETCHES,
     attend_selected,

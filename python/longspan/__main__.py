@@ -12,9 +12,9 @@ def main() -> int:
     program = next((place for place in places if place.exists()), None)
     arguments = sys.argv[1:]
     if arguments[:1] == ["info"]:
-        from longspan import info
+        from longspan import _info
 
-        return info.main(program, arguments[1:])
+        return _info.main(program, arguments[1:])
     if program is not None:
         os.execv(program, [str(program), *arguments])
     print(

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C
-from longspan.attention import AttentionLayout, attention_tensor, ownership_of
-from longspan.group import Group, ranks_of
+from longspan._attention import AttentionLayout, attention_tensor, ownership_of
+from longspan._group import Group, ranks_of
 
 FETCHES = ("gathered", "needed")
 

@@ -73,10 +73,10 @@ def alone(rows: Rows, dtype: torch.dtype = torch.float64) -> Grads:
 
 def grads_of(model: nn.Module) -> Grads:
     found = {}
-    for one in longspan.wrappings.trained_parameters(model):
+    for one in longspan._wrappings.trained_parameters(model):
         grad = one.parameter.grad
         assert grad is not None, one.name
-        whole = grad.full_tensor() if longspan.wrappings.is_sharded(grad) else grad
+        whole = grad.full_tensor() if longspan._wrappings.is_sharded(grad) else grad
         found[one.name.removeprefix("module.")] = whole.clone()
     return found
 

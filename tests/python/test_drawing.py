@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from longspan import Mask, Ownership, Packing, Strategy, drawing
+import longspan
+from longspan import Mask, Ownership, Packing, Strategy
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -15,10 +16,10 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("strategy", Strategy.names())
 def test_a_plan_shows_itself(strategy: str) -> None:
     owners = Ownership.contiguous(64, ranks=4)
-    picture = drawing.draw_plan(owners, strategy=strategy, heads=8, key_heads=2, head_dim=128)
+    picture = longspan.draw_plan(owners, strategy=strategy, heads=8, key_heads=2, head_dim=128)
     assert "What each rank computes and sends" in str(picture)
     assert picture._repr_svg_().startswith("<svg")
-    full = drawing.draw_plan(
+    full = longspan.draw_plan(
         owners, Mask.full(Packing.single(64)), strategy=strategy, heads=8, head_dim=4
     )
     assert "full" in str(full)
@@ -26,7 +27,7 @@ def test_a_plan_shows_itself(strategy: str) -> None:
 
 def test_small_numbers_of_a_plan() -> None:
     text = str(
-        drawing.draw_plan(Ownership.contiguous(64, ranks=4), heads=8, key_heads=2, head_dim=128)
+        longspan.draw_plan(Ownership.contiguous(64, ranks=4), heads=8, key_heads=2, head_dim=128)
     )
     for number in ("136", "392", "648", "904", "16384", "32768", "49152"):
         assert number in text
@@ -34,9 +35,9 @@ def test_small_numbers_of_a_plan() -> None:
 
 def test_a_plan_refuses_by_message() -> None:
     with pytest.raises(ValueError, match="is not one of ring, gathered"):
-        drawing.draw_plan(Ownership.contiguous(4, ranks=2), strategy="torus", heads=1, head_dim=1)
+        longspan.draw_plan(Ownership.contiguous(4, ranks=2), strategy="torus", heads=1, head_dim=1)
     with pytest.raises(ValueError, match="expected at least 1 of each"):
-        drawing.draw_plan(Ownership.contiguous(4, ranks=2), heads=0, key_heads=1, head_dim=1)
+        longspan.draw_plan(Ownership.contiguous(4, ranks=2), heads=0, key_heads=1, head_dim=1)
 
 
 def run_example(name: str, *arguments: str) -> str:

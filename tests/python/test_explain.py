@@ -10,7 +10,7 @@ import torch
 
 import longspan
 from longspan import Group, run_ranks
-from longspan.models import LocalAttention
+from longspan._models import LocalAttention
 
 pytest.importorskip("transformers")
 

@@ -155,7 +155,7 @@ def one_rank(model: Transformer, batch: dict[str, Tensor]) -> tuple[Tensor, dict
 def on_grid(data: int, context: int, body: Callable[[Group, int, Group], Any]) -> list[list[Any]]:
     """Runs body(world, data rank, context group) on data x context threads, and
     returns the results by data rank, then by context rank."""
-    runs = [longspan.group._Run(context, timedelta(seconds=30)) for _ in range(data)]
+    runs = [longspan._group._Run(context, timedelta(seconds=30)) for _ in range(data)]
 
     def rank_main(world: Group) -> Any:
         at, member = divmod(world.rank(), context)
@@ -394,8 +394,8 @@ class BannedTokens(Transformer):
 
 def parity_on(
     ranks: int, model: Transformer, batch: dict[str, Tensor], **options: Any
-) -> longspan.parity.Parity:
-    def body(group: Group) -> longspan.parity.Parity:
+) -> longspan._parity.Parity:
+    def body(group: Group) -> longspan._parity.Parity:
         return longspan.check_parity(copy.deepcopy(model), batch, group, **options)
 
     answers = run_ranks(ranks, body)
@@ -485,7 +485,7 @@ def test_checks_leave_the_models_gradients_as_they_were(ranks: int) -> None:
 
 def leaks_on(
     ranks: int, model: nn.Module, batch: dict[str, Tensor], **options: Any
-) -> list[longspan.parity.Leak]:
+) -> list[longspan._parity.Leak]:
     answers = run_ranks(
         ranks, lambda group: longspan.leak_probe(copy.deepcopy(model), batch, group, **options)
     )
@@ -585,5 +585,5 @@ def test_leak_probe_keeps_documents_whose_positions_skip_or_begin_late() -> None
         "position_ids": torch.tensor([[3, 4, 7, 8, 9, 10], [1, 1, 0, 1, 0, 1]]),
         "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]),
     }
-    ids = longspan.parity._document_ids(batch, {})
+    ids = longspan._parity._document_ids(batch, {})
     assert ids.tolist() == [[1] * 6, [0, 0, 2, 2, 3, 3]]

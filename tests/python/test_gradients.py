@@ -82,7 +82,7 @@ def test_buckets_change_nothing(bucket_bytes: int) -> None:
 
 def test_few_collectives_carry_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    send = longspan.gradients.reduce_scatter_tokens
+    send = longspan._gradients.reduce_scatter_tokens
     monkeypatch.setattr(
         longspan.gradients,
         "reduce_scatter_tokens",

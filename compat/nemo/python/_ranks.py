@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 import longspan
 from longspan import _C
+from longspan._group import Group
 from longspan.compat.nemo._batch import mesh_size, shape_of
-from longspan.group import Group
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from longspan import _C
-from longspan.group import Group
-from longspan.local_batch import KEYWORD, LocalBatch
-from longspan.models import LocalAttention, Parallelized
+from longspan._group import Group
+from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._models import LocalAttention, Parallelized
 
 _IGNORED = -100
 #: For callers of attend; models would not know them.

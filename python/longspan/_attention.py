@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import register_pytree_node
 
 from longspan import _C
+from longspan._group import ranks_of
+from longspan._local_batch import LocalBatch
 from longspan._strategy import Strategy, operator_arguments
-from longspan.group import ranks_of
-from longspan.local_batch import LocalBatch
 
 
 class AttentionLayout:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from longspan import _C
-from longspan.group import Group, agree
+from longspan._group import Group, agree
 
 
 class Agreement:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from longspan import _C
+from longspan._attention import AttentionLayout, attend
+from longspan._group import Group, ranks_of
 from longspan._strategy import Strategy
-from longspan.attention import AttentionLayout, attend
-from longspan.group import Group, ranks_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -161,7 +161,7 @@ def parallelize(
     DDP, FSDP2, torch.compile). Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
     """
-    from longspan import transformers_models
+    from longspan import _transformers
 
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize: expected a torch.nn.Module, got {type(model).__name__}")
@@ -175,10 +175,10 @@ def parallelize(
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
-    layers = transformers_models.attention_layers(model, ranks.size())
+    layers = _transformers.attention_layers(model, ranks.size())
     state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
-    transformers_models.redirect(model, state)
-    for owner in transformers_models.entrances(model):
+    _transformers.redirect(model, state)
+    for owner in _transformers.entrances(model):
         state.replace(owner, _MARK, state)
         if callable(getattr(owner, "generate", None)):
             state.replace(owner, "generate", _refuse_to_generate)

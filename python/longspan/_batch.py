@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longspan import _C, transformers_models
-from longspan.agreement import Agreement
-from longspan.collectives import all_gather_tokens
-from longspan.group import Group
-from longspan.local_batch import LocalBatch
-from longspan.model_batch import add_attention, check_group, with_targets
-from longspan.models import Parallelized, state_of
+from longspan import _C, _transformers
+from longspan._agreement import Agreement
+from longspan._group import Group
+from longspan._local_batch import LocalBatch
+from longspan._model_batch import add_attention, check_group, with_targets
+from longspan._models import Parallelized, state_of
+from longspan.comm import all_gather_tokens
 
 _SENTINEL = -1000
 #: Of the whole stream, for attention functions; a share has others.
@@ -123,7 +123,7 @@ def shard(
         place = Place.in_group(state.group)
     with Agreement("shard", place.group, check_agreement) as agreement:
         if model is not None:
-            transformers_models.check_batch(model, batch)
+            _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         return share(batch, place, agreement, state, reading, layout, form, multiple)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from longspan.group import ranks_of
+from longspan._group import ranks_of
 
 
 def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:

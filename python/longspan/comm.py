@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longspan import _C
-from longspan.group import Group
+from longspan._group import Group
 
 
 def all_gather_tokens(

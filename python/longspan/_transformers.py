@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan.local_batch import KEYWORD
-from longspan.models import AttentionLayer, LocalAttention, Parallelized
+from longspan._local_batch import KEYWORD
+from longspan._models import AttentionLayer, LocalAttention, Parallelized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

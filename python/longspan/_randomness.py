@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longspan.group import ranks_of
+from longspan._group import ranks_of
 
 _WORD = (1 << 64) - 1
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from longspan import _C, transformers_models
+from longspan import _C, _transformers
+from longspan._agreement import Agreement
+from longspan._attention import plan, which_kernel
+from longspan._batch import Place, share
+from longspan._group import ranks_of
+from longspan._local_batch import LocalBatch
+from longspan._model_batch import check_group
+from longspan._models import AttentionLayer, Parallelized, find_state
 from longspan._strategy import Strategy
-from longspan.agreement import Agreement
-from longspan.attention import plan, which_kernel
-from longspan.batch import Place, share
-from longspan.group import ranks_of
-from longspan.local_batch import LocalBatch
-from longspan.model_batch import check_group
-from longspan.models import AttentionLayer, Parallelized, find_state
 
 _TITLES: tuple[str, ...] = (
     "layer",
@@ -105,7 +105,7 @@ def explain(
     state = find_state(model)
     if state is None:
         ranks = ranks_of(group)
-        layers = transformers_models.attention_layers(model, ranks.size())
+        layers = _transformers.attention_layers(model, ranks.size())
         state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
     else:
         check_group("explain", state, group)

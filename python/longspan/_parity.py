@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan import _C
-from longspan.agreement import Agreement
-from longspan.batch import Place, Reading, shard, share, unshard
-from longspan.collectives import all_gather_tokens
-from longspan.group import Group, ranks_of
-from longspan.local_batch import KEYWORD, LocalBatch
-from longspan.models import Parallelized, find_state
+from longspan._agreement import Agreement
+from longspan._batch import Place, Reading, shard, share, unshard
+from longspan._group import Group, ranks_of
+from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._models import Parallelized, find_state
+from longspan.comm import all_gather_tokens
 
 #: How a model runs on a share: the loss (None without labels), and one output for
 #: each token. The loss is the mean over the tokens of all ranks, the same on every

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan import _C
-from longspan.group import Group
+from longspan._group import Group
 
 #: Where `shard` puts how a model's layers attend to this batch.
 KEYWORD = "longspan"

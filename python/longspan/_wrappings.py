@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.group import Group
+from longspan._group import Group
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
-from longspan.collectives import all_gather_tokens, reduce_scatter_tokens
-from longspan.group import Group, ranks_of
-from longspan.wrappings import (
+from longspan._group import Group, ranks_of
+from longspan._wrappings import (
     Trained,
     is_sharded,
     local_part,
@@ -26,6 +25,7 @@ from longspan.wrappings import (
     trained_parameters,
     world_ranks,
 )
+from longspan.comm import all_gather_tokens, reduce_scatter_tokens
 
 # What a parameter's gradient needs.
 _ADD, _SCALE, _LEAVE = "add", "scale", "leave"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.gradients import is_dense, mark, mark_of, sparse_error, stacked, version_of
-from longspan.group import Group
-from longspan.wrappings import is_sharded, local_part, trained_parameters
+from longspan._gradients import is_dense, mark, mark_of, sparse_error, stacked, version_of
+from longspan._group import Group
+from longspan._wrappings import is_sharded, local_part, trained_parameters
 
 
 @torch.no_grad()
