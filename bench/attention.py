@@ -220,7 +220,7 @@ def timed_steps(group: Group, owners: Ownership) -> tuple[float, bool]:
     right = torch.allclose(got, expected, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
     times = []
     for _ in range(7):
-        longspan.agree(group, {})  # all at the same time
+        longspan.comm.agree(group, {})  # all at the same time
         start = time.perf_counter()
         step(lambda q, k, v: longspan.attend(q, k, v, attention=layout, group=group), q, k, v)
         times.append(time.perf_counter() - start)

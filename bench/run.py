@@ -47,7 +47,7 @@ def shard_rows() -> list[Row]:
     ranks, rank = 8, 3
     batch = packed_rows(1000, 2 * ranks)
 
-    def ours() -> longspan.LocalBatch:
+    def ours() -> longspan.values.LocalBatch:
         return longspan.shard(batch, rank=rank, ranks=ranks, layout="per-document-head-tail")
 
     def plain() -> dict[str, torch.Tensor]:
@@ -82,10 +82,10 @@ def window_rows() -> list[Row]:
     cu, cu_padded = offsets(lengths), offsets(slots)
     expected = baseline.padded_windows(cu, cu_padded)
     right = all(
-        torch.equal(a, b) for a, b in zip(longspan.key_windows(mask), expected, strict=True)
+        torch.equal(a, b) for a, b in zip(longspan.values.key_windows(mask), expected, strict=True)
     )
     t_values, t_plain = in_turns(
-        lambda: longspan.key_windows(mask),
+        lambda: longspan.values.key_windows(mask),
         lambda: baseline.padded_windows(cu, cu_padded),
     )
     return [ratio_row("key windows of 1 M tokens, from a mask", right, t_values, t_plain, 10.0)]

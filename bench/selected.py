@@ -187,7 +187,7 @@ def parts(build: pathlib.Path) -> list[Part]:
         return [lambda: attention_rows(2)]
     others = [
         known.name
-        for known in longspan.kernel_levels()
+        for known in longspan.testing.kernel_levels()
         if not known.why_not and known.name in BARS and known.name != level()
     ]
     return [*mine, *(lambda n=name: rows_of(n, build) for name in others)]  # type: ignore[misc]

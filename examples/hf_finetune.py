@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=pathlib.Path, default=README)
     parser.add_argument("--cp", type=int, default=1, help="ranks that hold one sequence")
     parser.add_argument("--strategy", default="ring", choices=longspan.Strategy.names())
-    layouts = [layout.name for layout in longspan.named_layouts()]
+    layouts = [layout.name for layout in longspan.values.named_layouts()]
     parser.add_argument("--layout", default="head-tail", choices=layouts)
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step, over all replicas")
@@ -140,7 +140,9 @@ def train(args: argparse.Namespace) -> None:
 
         # The sum over a sequence, the mean over replicas.
         ones = [1] * world.size()
-        losses = longspan.all_gather_tokens(loss.detach().view(1), axis=0, sizes=ones, group=world)
+        losses = longspan.comm.all_gather_tokens(
+            loss.detach().view(1), axis=0, sizes=ones, group=world
+        )
         report(step, losses.sum().item() / replicas, norm.item(), args)
 
 

@@ -34,12 +34,12 @@ def packed_rows() -> dict[str, torch.Tensor]:
 
 def share_of(
     batch: dict[str, torch.Tensor], name: str, rank: int, ranks: int
-) -> longspan.LocalBatch:
+) -> longspan.values.LocalBatch:
     if name != "uneven":
         return longspan.shard(batch, rank=rank, ranks=ranks, layout=name)
     # A quarter of the tokens on rank 0, an eighth on the last one, the rest on
     # rank 1, and nothing on those between.
-    tokens = longspan.pack(batch).tokens
+    tokens = longspan.values.pack(batch).tokens
     sizes = [0] * ranks
     sizes[0] = tokens // 4
     sizes[-1] += tokens // 8
@@ -48,7 +48,9 @@ def share_of(
     return longspan.shard(batch, rank=rank, ranks=ranks, layout=ownership, form="stream")
 
 
-def check(batch: dict[str, torch.Tensor], shares: list[longspan.LocalBatch]) -> dict[str, int]:
+def check(
+    batch: dict[str, torch.Tensor], shares: list[longspan.values.LocalBatch]
+) -> dict[str, int]:
     """Counts what would be wrong: all zero when shard and unshard are inverse."""
     ids = batch["input_ids"]
     held = torch.cat([share["input_ids"][~share["padding_mask"]] for share in shares])
@@ -77,14 +79,14 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name in [*(layout.name for layout in longspan.named_layouts()), "uneven"]:
+    for name in [*(layout.name for layout in longspan.values.named_layouts()), "uneven"]:
         shares = [share_of(batch, name, rank, options.ranks) for rank in range(options.ranks)]
         cut = shares[0].cut
         mask = longspan.Mask.causal(cut.packings[0])
         picture = longspan.draw(cut.ownership, packing=cut.packings[0])
         print(f"== {name}" + (" (row 0 of 2)" if cut.form == "rows" else ""))
         print(picture)
-        work = [longspan.work_of(mask, cut.ownership, r).pairs for r in range(options.ranks)]
+        work = [longspan.values.work_of(mask, cut.ownership, r).pairs for r in range(options.ranks)]
         print(f"causal pairs of each rank: {' '.join(map(str, work))}\n")
         rows.append((name, cut, check(batch, shares)))
         if options.out:

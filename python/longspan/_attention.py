@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from longspan import _C
 from longspan._group import ranks_of
@@ -81,6 +81,7 @@ register_pytree_node(
     lambda layout: ([layout.tensor], None),
     lambda tensors, _: AttentionLayout.of_tensor(*tensors),
     serialized_type_name="longspan.AttentionLayout",
+    flatten_with_keys_fn=lambda layout: ([(GetAttrKey("tensor"), layout.tensor)], None),
 )
 
 
@@ -181,35 +182,6 @@ def attend(
         ranks.name,
     )
     return (out, lse) if return_lse else out
-
-
-def which_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: _C.Mask | Sequence[_C.Mask] | None = None,
-    softcap: float | None = None,
-) -> str:
-    """Which kernel computes such a call on one rank, and why a faster one does
-    not: "avx512", "cudnn", "flash, not cudnn: it takes no windows", "blocked, not
-    flash: it has no softcap". `mask` is causal by default."""
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask or ())
-    return _C.which_kernel(q, k, v, masks, 0.0 if softcap is None else softcap)
-
-
-def kernel_levels() -> list[_C.KernelLevel]:
-    """The levels of kernels for the CPU, the best last. Each has a name and, where
-    this CPU cannot run it, the reason in `why_not`. The environment variable
-    LONGSPAN_CPU_KERNEL names the one to use; it is read once."""
-    return _C.kernel_levels()
-
-
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two answers over different keys become one; -inf means "saw no key"."""
-    return _C.merge(out, lse, other_out, other_lse)
 
 
 def plan(

@@ -10,9 +10,10 @@ import torch
 
 from longspan import _C, _transformers
 from longspan._agreement import Agreement
-from longspan._attention import plan, which_kernel
+from longspan._attention import plan
 from longspan._batch import Place, share
 from longspan._group import ranks_of
+from longspan._kernels import which_kernel
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import check_group
 from longspan._models import AttentionLayer, Parallelized, find_state

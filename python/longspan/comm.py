@@ -1,5 +1,6 @@
-"""Differentiable collectives. Every rank of the group calls the same ones in the
-same order, forward and backward; sizes are along an axis, one for each rank. A group
+"""What the ranks of a group do together: differentiable collectives, agreement, and
+seeds of their own. Every rank of the group calls the same collectives in the same order,
+forward and backward; sizes are along an axis, one for each rank. A group
 is whatever `Group.of` takes."""
 
 from __future__ import annotations
@@ -10,7 +11,26 @@ from typing import Any
 import torch
 
 from longspan import _C
-from longspan._group import Group
+from longspan._C import needed_table, received_ranges
+from longspan._group import Group, LostPeer, agree
+from longspan._randomness import rank_seed, seeded_ranks
+
+__all__ = [
+    "LostPeer",
+    "agree",
+    "all_gather_tokens",
+    "all_to_all_heads",
+    "all_to_all_tokens",
+    "exchange_needed",
+    "needed_table",
+    "rank_seed",
+    "received_ranges",
+    "reduce_scatter_tokens",
+    "return_needed",
+    "roll",
+    "rotate",
+    "seeded_ranks",
+]
 
 
 def all_gather_tokens(

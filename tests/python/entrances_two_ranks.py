@@ -31,7 +31,7 @@ def local(*shape: int, group: Any) -> torch.Tensor:
     return whole[OWNERS.tokens_of(rank_of(group))].contiguous()
 
 
-def cut(group: Any) -> longspan.LocalBatch:
+def cut(group: Any) -> longspan.values.LocalBatch:
     return longspan.shard({"input_ids": torch.arange(8)[None]}, group)
 
 
@@ -43,8 +43,10 @@ def summed(group: Any) -> torch.Tensor:
 
 
 def seeds(group: Any) -> torch.Tensor:
-    with longspan.seeded_ranks(3, group) as within:
-        return torch.tensor([longspan.seed_ranks(3, group), longspan.rank_seed(3, group), within])
+    with longspan.comm.seeded_ranks(3, group) as within:
+        return torch.tensor(
+            [longspan.seed_ranks(3, group), longspan.comm.rank_seed(3, group), within]
+        )
 
 
 class Toy(torch.nn.Module):
@@ -89,15 +91,15 @@ def indexer(group: Any) -> tuple[torch.Tensor, ...]:
 
 def selected(group: Any) -> torch.Tensor:
     q, kv = local(2, 4, group=group), local(4, group=group)
-    indices = longspan.select_keys(*indexer(group), slots=2, layout=OWNERS, group=group)
-    out, lse = longspan.attend_selected(
+    indices = longspan.dsa.select_keys(*indexer(group), slots=2, layout=OWNERS, group=group)
+    out, lse = longspan.dsa.attend_selected(
         q, kv, indices, scale=0.5, layout=OWNERS, group=group, return_lse=True
     )
     over = {"layout": OWNERS, "group": group}
-    scores = longspan.score_selected(*indexer(group), indices, **over)
-    weights = longspan.selected_weights(q, kv, indices, lse, scale=0.5, **over)
-    same = longspan.compare_selections(indices, indices, *indexer(group), **over)
-    layer = longspan.select_and_attend(q, kv, *indexer(group), slots=2, scale=0.5, **over)
+    scores = longspan.dsa.score_selected(*indexer(group), indices, **over)
+    weights = longspan.dsa.selected_weights(q, kv, indices, lse, scale=0.5, **over)
+    same = longspan.dsa.compare_selections(indices, indices, *indexer(group), **over)
+    layer = longspan.dsa.select_and_attend(q, kv, *indexer(group), slots=2, scale=0.5, **over)
     assert same.differing == 0 and torch.equal(layer.out, out)
     return torch.cat([t.flatten() for t in (out, scores, weights)])
 
@@ -105,12 +107,12 @@ def selected(group: Any) -> torch.Tensor:
 #: Name -> what it gives on this rank, as a tensor.
 ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
     "shard": lambda g: cut(g)["input_ids"],
-    "shard_chunks": lambda g: longspan.shard_chunks({"input_ids": torch.arange(8)[None]}, 1, g)[0][
-        "input_ids"
-    ],
+    "shard_chunks": lambda g: longspan.values.shard_chunks(
+        {"input_ids": torch.arange(8)[None]}, 1, g
+    )[0]["input_ids"],
     "unshard": lambda g: longspan.unshard(cut(g)["input_ids"], cut(g)),
     "unshard_over": lambda g: longspan.unshard(cut(g)["input_ids"], cut(g).cut, group=g),
-    "agree": lambda g: torch.tensor(longspan.agree(g, {"packing": Packing.single(4)}) is None),
+    "agree": lambda g: torch.tensor(longspan.comm.agree(g, {"packing": Packing.single(4)}) is None),
     "reduce_loss": lambda g: longspan.reduce_loss(torch.ones(()), 1 + rank_of(g), g),
     "gradients": summed,
     "seeds": seeds,
@@ -125,13 +127,13 @@ ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
         longspan.leak_probe(Toy(), {"input_ids": torch.arange(8)[None]}, g) == []
     ),
     "selected": selected,
-    "all_gather_tokens": lambda g: longspan.all_gather_tokens(
+    "all_gather_tokens": lambda g: longspan.comm.all_gather_tokens(
         local(3, group=g), axis=0, sizes=SIZES, group=g
     ),
-    "reduce_scatter_tokens": lambda g: longspan.reduce_scatter_tokens(
+    "reduce_scatter_tokens": lambda g: longspan.comm.reduce_scatter_tokens(
         torch.ones(4, 3), axis=0, sizes=SIZES, group=g
     ),
-    "all_to_all_heads": lambda g: longspan.all_to_all_heads(
+    "all_to_all_heads": lambda g: longspan.comm.all_to_all_heads(
         local(2, 3, group=g),
         token_axis=0,
         head_axis=1,
@@ -139,7 +141,7 @@ ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
         head_sizes=[1, 1],
         group=g,
     ),
-    "all_to_all_tokens": lambda g: longspan.all_to_all_tokens(
+    "all_to_all_tokens": lambda g: longspan.comm.all_to_all_tokens(
         torch.arange(12.0).view(4, 1, 3),
         token_axis=0,
         head_axis=1,
@@ -147,12 +149,12 @@ ENTRANCES: dict[str, Callable[[Any], torch.Tensor]] = {
         head_sizes=[1, 1],
         group=g,
     ),
-    "rotate": lambda g: longspan.rotate(local(3, group=g), group=g, sizes=SIZES),
-    "roll": lambda g: longspan.roll(local(3, group=g), 1, axis=0, sizes=SIZES, group=g),
-    "exchange_needed": lambda g: longspan.exchange_needed(
+    "rotate": lambda g: longspan.comm.rotate(local(3, group=g), group=g, sizes=SIZES),
+    "roll": lambda g: longspan.comm.roll(local(3, group=g), 1, axis=0, sizes=SIZES, group=g),
+    "exchange_needed": lambda g: longspan.comm.exchange_needed(
         local(3, group=g), SENDS, axis=0, group=g
     ),
-    "return_needed": lambda g: longspan.return_needed(
+    "return_needed": lambda g: longspan.comm.return_needed(
         torch.ones([1, 2][rank_of(g)], 3), SENDS, axis=0, tokens=SIZES[rank_of(g)], group=g
     ),
 }

@@ -21,7 +21,9 @@ class Model(torch.nn.Module):
         self.kept = [self, group]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return longspan.all_gather_tokens(self.inner(x), axis=0, sizes=[2, 2], group=group).sum()
+        return longspan.comm.all_gather_tokens(
+            self.inner(x), axis=0, sizes=[2, 2], group=group
+        ).sum()
 
 
 model = Model()

@@ -145,7 +145,7 @@ def check_step(model: nn.Module, *, replicas: bool, group: Group = cp) -> None:
         norm = longspan.clip_grad_norm(model, torch.inf, group, norm_type=order)
         assert type(norm) is Tensor
         torch.testing.assert_close(norm, norm_of(expected, order), rtol=1e-11, atol=0)
-    longspan.agree(world if replicas else group, {"norm": norm})
+    longspan.comm.agree(world if replicas else group, {"norm": norm})
     norm = longspan.clip_grad_norm(model, 0.5, group)
     factor = 0.5 / (norm + 1e-6)
     assert factor < 1
@@ -498,7 +498,7 @@ def dropout_differs_between_ranks_and_repeats() -> None:
         return nn.functional.dropout(torch.ones(64), 0.5)
 
     def distinct(mine: Tensor, group: Group) -> int:
-        rows = longspan.all_gather_tokens(
+        rows = longspan.comm.all_gather_tokens(
             mine.unsqueeze(0), axis=0, sizes=[1] * group.size(), group=group
         )
         return len({tuple(row.tolist()) for row in rows})

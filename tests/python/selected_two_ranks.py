@@ -25,27 +25,27 @@ def inputs(tokens):
 owners = Ownership.head_tail(20, 2)
 layout = longspan.AttentionLayout(owners, Mask.causal(Packing.of([7, 13]))).tensor
 tensors = inputs(owners.local_tokens(rank))
-for fetch in longspan.FETCHES:
+for fetch in longspan.dsa.FETCHES:
     torch.library.opcheck(
         ops.select_and_attend.default,
         (*tensors, None, None, None, 3, 0.4, 5, True, True, True, layout, fetch, group.name),
     )
 
 # Tracing: one graph for every length and every number of documents.
-for fetch in longspan.FETCHES:
+for fetch in longspan.dsa.FETCHES:
     torch.compiler.reset()
     counters.clear()
 
     def layers(q, kv, index_q, index_k, weights, layout, fetch=fetch):
         where = {"attention": layout, "group": group}
-        found = longspan.select_and_attend(
+        found = longspan.dsa.select_and_attend(
             q * 2, kv, index_q, index_k, weights, slots=3, scale=0.4, balanced=True, fetch=fetch,
             scores=True, target=True, **where,
         )  # fmt: skip
-        again = longspan.attend_selected(
+        again = longspan.dsa.attend_selected(
             found.out, kv, found.indices, scale=0.3, fetch=fetch, **where
         )
-        losses = longspan.index_loss(found.scores, found.target)
+        losses = longspan.dsa.index_loss(found.scores, found.target)
         return longspan.reduce_loss(losses.sum() + again.square().sum(), q.shape[0], group)
 
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)

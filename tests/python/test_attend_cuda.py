@@ -301,8 +301,8 @@ def test_merging_on_the_device_equals_merging_by_operators() -> None:
     lse[0, 0, :2] = float("-inf")
     lse[1, 0, 1:3] = float("-inf")
     out[lse == float("-inf")] = 0
-    expected = longspan.merge(out[0], lse[0], out[1], lse[1])
-    got = longspan.merge(*(t.cuda() for t in (out[0], lse[0], out[1], lse[1])))
+    expected = longspan.testing.merge(out[0], lse[0], out[1], lse[1])
+    got = longspan.testing.merge(*(t.cuda() for t in (out[0], lse[0], out[1], lse[1])))
     for x, t in zip(got, expected, strict=True):
         torch.testing.assert_close(x.cpu(), t)
 

@@ -16,7 +16,15 @@ import torch
 from processes import outputs_of, start_ranks
 
 import longspan
-from longspan import AttentionLayout, Group, Mask, Ownership, Packing, Strategy, run_ranks
+from longspan import (
+    AttentionLayout,
+    Group,
+    Mask,
+    Ownership,
+    Packing,
+    Strategy,
+    run_ranks,
+)
 
 STRATEGIES = ("ring", "gathered", "needed", "head_parallel")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -395,7 +403,7 @@ def test_a_rank_that_skips_backward_is_named(strategy: str) -> None:
         assert isinstance(out, torch.Tensor)
         if group.rank() == 1:
             return ""
-        with pytest.raises(longspan.LostPeer) as raised:
+        with pytest.raises(longspan.comm.LostPeer) as raised:
             out.sum().backward()
         return str(raised.value)
 

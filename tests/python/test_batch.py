@@ -296,7 +296,9 @@ def unchanged(batch: dict[str, Any]) -> Iterator[None]:
                 )
 
 
-def share_all(batch: dict[str, Any], ranks: int, **options: Any) -> list[longspan.LocalBatch]:
+def share_all(
+    batch: dict[str, Any], ranks: int, **options: Any
+) -> list[longspan.values.LocalBatch]:
     with unchanged(batch):
         return [longspan.shard(batch, rank=r, ranks=ranks, **options) for r in range(ranks)]
 
@@ -314,7 +316,7 @@ def counted(tokens: Sequence[Token], more: int) -> list[int]:
     return values
 
 
-def check_tensors(local: longspan.LocalBatch, tokens: list[list[Token]], case: Case) -> None:
+def check_tensors(local: longspan.values.LocalBatch, tokens: list[list[Token]], case: Case) -> None:
     """Every tensor of a share, against the tokens it must hold (one list for
     each row, or one for the stream)."""
     rows = local.cut.form == "rows"
@@ -430,11 +432,13 @@ class TestEveryLayout:
         share = local.cut.global_tokens()
         assert len(packings) == len(whole_rows)
         for packing, tokens in zip(packings, whole_rows, strict=True):
-            numbers = longspan.document_ids(packing)
+            numbers = longspan.values.document_ids(packing)
             assert numbers.tolist() == [t.number for t in tokens]
-            assert longspan.padding_mask(packing).tolist() == [not t.real for t in tokens]
-            assert longspan.position_ids(packing).tolist() == [t.position for t in tokens]
-            begin, end = longspan.key_windows(longspan.Mask.causal(packing), ownership, ranks - 1)
+            assert longspan.values.padding_mask(packing).tolist() == [not t.real for t in tokens]
+            assert longspan.values.position_ids(packing).tolist() == [t.position for t in tokens]
+            begin, end = longspan.values.key_windows(
+                longspan.Mask.causal(packing), ownership, ranks - 1
+            )
             windows = [(t.first, i + 1) if t.real else (0, 0) for i, t in enumerate(tokens)]
             assert begin.tolist() == [windows[i][0] for i in share]
             assert end.tolist() == [windows[i][1] for i in share]
@@ -668,7 +672,7 @@ def test_declared_extras_are_cut_along_their_axis(layout: str, ranks: int) -> No
     scores = torch.stack([ids, ids + 100_000, ids + 200_000])  # [heads, B, S]
     weights = ids.double().unsqueeze(-1).expand(rows, length, 4)
     table = (
-        longspan.TokenTable()
+        longspan.values.TokenTable()
         .with_tensor("scores", axis=2, fill=-5)
         .with_tensor("weights", fill=0.25)
         .with_tensor("steps", fill="counting")
@@ -733,7 +737,9 @@ def test_chunks_are_sharded_one_by_one() -> None:
     batch = batch_of(case)
     batch["tag"] = "kept"
     with unchanged(batch):
-        chunks = longspan.shard_chunks(batch, 2, rank=1, ranks=2, layout="per-document-head-tail")
+        chunks = longspan.values.shard_chunks(
+            batch, 2, rank=1, ranks=2, layout="per-document-head-tail"
+        )
     assert len(chunks) == 2
     for i, chunk in enumerate(chunks):
         alone = {
@@ -753,7 +759,7 @@ def test_chunks_cut_planes_and_expanded_positions_by_row() -> None:
     ids = source_ids(4, 4)
     planes = torch.stack([ids, ids + 1, ids + 2])
     for positions in (planes, torch.arange(4).unsqueeze(0)):
-        chunks = longspan.shard_chunks({"input_ids": ids, "position_ids": positions}, 2)
+        chunks = longspan.values.shard_chunks({"input_ids": ids, "position_ids": positions}, 2)
         for i, chunk in enumerate(chunks):
             rows = slice(2 * i, 2 * i + 2)
             expected = positions[:, rows] if positions.dim() == 3 else positions.expand(2, 4)
@@ -772,7 +778,7 @@ def test_a_group_gives_rank_and_size() -> None:
     batch = {"input_ids": source_ids(1, 8)}
     local = longspan.shard(batch, FakeGroup())
     assert torch.equal(local["input_ids"], longspan.shard(batch, rank=1, ranks=2)["input_ids"])
-    chunks = longspan.shard_chunks(batch, 1, FakeGroup())
+    chunks = longspan.values.shard_chunks(batch, 1, FakeGroup())
     assert torch.equal(chunks[0]["input_ids"], local["input_ids"])
 
 
@@ -857,8 +863,8 @@ def test_pack_copies_nothing_and_pad_adds_up() -> None:
     case = next(c for c in CASES if c.name == "packed_rows")
     batch = batch_of(case)
     with unchanged(batch):
-        packed = longspan.pack(batch)
-        wide = longspan.pad(longspan.pad(packed, slots=8), multiple=7)
+        packed = longspan.values.pack(batch)
+        wide = longspan.values.pad(longspan.values.pad(packed, slots=8), multiple=7)
     assert packed.tokens == 24
     assert packed["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
     assert [wide.packings[0].padded_length(d) for d in range(5)] == [8, 8, 8, 8, 8]
@@ -869,16 +875,16 @@ def test_pack_copies_nothing_and_pad_adds_up() -> None:
         expected = torch.arange(document.begin, document.begin + document.length)
         assert torch.equal(values[begin : begin + document.length], expected)
     # Padding to what is there already changes nothing.
-    again = longspan.pad(wide, multiple=7)
+    again = longspan.values.pad(wide, multiple=7)
     assert again.packings == wide.packings
     assert torch.equal(again.tensor("labels"), wide.tensor("labels"))
     # Rounding slots up rounds the tail too, so that it can be cut like them.
-    assert longspan.pad(wide, slots=8).tokens == 48
+    assert longspan.values.pad(wide, slots=8).tokens == 48
 
 
 def test_rows_lengthen_step_by_step_too() -> None:
-    rows = longspan.pack({"input_ids": source_ids(2, 5)}, form="rows")
-    wide = longspan.pad(longspan.pad(rows, multiple=4), multiple=3)
+    rows = longspan.values.pack({"input_ids": source_ids(2, 5)}, form="rows")
+    wide = longspan.values.pad(longspan.values.pad(rows, multiple=4), multiple=3)
     assert (rows.tokens, wide.tokens) == (5, 9)
     assert wide["input_ids"].tolist() == [
         [*range(5), 0, 0, 0, 0],
@@ -888,12 +894,12 @@ def test_rows_lengthen_step_by_step_too() -> None:
 
 
 def test_padding_for_a_layout_is_what_it_needs() -> None:
-    packed = longspan.pack({"input_ids": source_ids(3, 5)})
+    packed = longspan.values.pack({"input_ids": source_ids(3, 5)})
     streams = [(layout, kind) for layout, kind, form in LAYOUTS if form == "stream"]
     assert streams
     for layout, kind in streams:
         for ranks in RANKS:
-            padded = longspan.pad(packed, layout=layout, ranks=ranks, multiple=2)
+            padded = longspan.values.pad(packed, layout=layout, ranks=ranks, multiple=2)
             ownership = longspan.Ownership.of(kind, padded.packings[0], ranks)
             assert all(ownership.local_tokens(r) % 2 == 0 for r in range(ranks))
 
@@ -1133,7 +1139,7 @@ REFUSED = [
         "extra_on_another_axis",
         with_ids(scores=torch.zeros(2, 8, 3)),
         r"`scores` is float32 \[2, 8, 3\]; expected 2 rows of 8 tokens at axes 1 and 2",
-        options={"table": longspan.TokenTable().with_tensor("scores", axis=2)},
+        options={"table": longspan.values.TokenTable().with_tensor("scores", axis=2)},
     ),
     Refusal(
         "unknown_per_token", with_ids(speaker=torch.zeros(2, 8, 3)), "the table does not know it"
@@ -1245,27 +1251,27 @@ def test_refuses_chunks_that_do_not_divide() -> None:
         unchanged(batch),
         pytest.raises(ValueError, match="3 rows do not split into 2 equal chunks"),
     ):
-        longspan.shard_chunks(batch, 2)
+        longspan.values.shard_chunks(batch, 2)
     for count in (0, -1):
         with pytest.raises(ValueError, match=f"{count} chunks; expected at least 1"):
-            longspan.shard_chunks(batch, count)
+            longspan.values.shard_chunks(batch, count)
 
 
 def test_refuses_to_name_a_pack_form_or_padding_it_does_not_have() -> None:
     batch = {"input_ids": ids()}
-    rows, stream = longspan.pack(batch, form="rows"), longspan.pack(batch)
+    rows, stream = longspan.values.pack(batch, form="rows"), longspan.values.pack(batch)
     with pytest.raises(ValueError, match="'grid' is not one of rows, stream"):
-        longspan.pack(batch, form="grid")
+        longspan.values.pack(batch, form="grid")
     with pytest.raises(ValueError, match="documents inside rows do not move"):
-        longspan.pad(rows, slots=4)
+        longspan.values.pad(rows, slots=4)
     with pytest.raises(ValueError, match="layout 'head-tail' cuts rows, but the batch is stream"):
-        longspan.pad(stream, layout="head-tail", ranks=2)
+        longspan.values.pad(stream, layout="head-tail", ranks=2)
     with pytest.raises(ValueError, match="`ranks` goes with `layout`"):
-        longspan.pad(stream, ranks=2)
+        longspan.values.pad(stream, ranks=2)
     with pytest.raises(ValueError, match="multiple is 0"):
-        longspan.pad(stream, multiple=0)
+        longspan.values.pad(stream, multiple=0)
     with pytest.raises(ValueError, match="multiple is -3"):
-        longspan.pad(stream, slots=-3)
+        longspan.values.pad(stream, slots=-3)
     with pytest.raises(ValueError, match="no per-token tensor 'label'"):
         stream["label"]
 
@@ -1351,16 +1357,19 @@ def test_unshard_takes_any_axis_and_trailing_axes() -> None:
 def test_huge_packings_refuse_32_bit_offsets_without_allocating() -> None:
     for lengths in ([2**31], [2**31 - 1, 1], [2**40] * 3):
         packing = longspan.Packing.of(lengths)
-        for make in (longspan.cumulative_lengths, longspan.cumulative_padded_lengths):
+        for make in (longspan.values.cumulative_lengths, longspan.values.cumulative_padded_lengths):
             with pytest.raises(
                 ValueError, match=f"{sum(lengths)} tokens do not fit the 32-bit offsets"
             ):
                 make(packing)
-    assert longspan.cumulative_lengths(longspan.Packing.of([2**31 - 1])).tolist() == [0, 2**31 - 1]
+    assert longspan.values.cumulative_lengths(longspan.Packing.of([2**31 - 1])).tolist() == [
+        0,
+        2**31 - 1,
+    ]
     padded = longspan.Packing.of([1], [2**31])
-    assert longspan.cumulative_lengths(padded).tolist() == [0, 1]
+    assert longspan.values.cumulative_lengths(padded).tolist() == [0, 1]
     with pytest.raises(ValueError, match="32-bit"):
-        longspan.cumulative_padded_lengths(padded)
+        longspan.values.cumulative_padded_lengths(padded)
 
 
 def test_huge_streams_refuse_32_bit_offsets_before_any_loss() -> None:
@@ -1373,6 +1382,6 @@ def test_huge_streams_refuse_32_bit_offsets_before_any_loss() -> None:
 
 
 def test_c_level_reading_refuses_what_comes_twice() -> None:
-    table = longspan.TokenTable()
+    table = longspan.values.TokenTable()
     with pytest.raises(ValueError, match="'input_ids' comes twice"):
         _C.read_rows([("input_ids", ids()), ("input_ids", ids())], table, SENTINEL, [])

@@ -9,7 +9,7 @@ import longspan
 
 pytestmark = pytest.mark.cuda
 
-LAYOUTS = [layout.name for layout in longspan.named_layouts()]
+LAYOUTS = [layout.name for layout in longspan.values.named_layouts()]
 IDS = torch.stack([torch.arange(16), 1000 + torch.arange(16)])
 DOCUMENTS = {
     "lengths": {

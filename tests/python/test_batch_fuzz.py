@@ -176,7 +176,7 @@ def assert_same(batch: dict[Any, Any], before: list[tuple[Any, ...]]) -> None:
                 assert torch.equal(value, copied)
 
 
-def check_round_trip(batch: dict[Any, Any], locals_: list[longspan.LocalBatch]) -> None:
+def check_round_trip(batch: dict[Any, Any], locals_: list[longspan.values.LocalBatch]) -> None:
     """Loaded tokens come back to their places; what is real came along."""
     layout = locals_[0].cut
     held = sorted(t for local in locals_ for t in local.cut.global_tokens().tolist())
@@ -218,7 +218,7 @@ def test_shard_answers_or_refuses(
     before = snapshot(batch)
     shift = shift and "labels" in batch
 
-    def everyone() -> list[longspan.LocalBatch]:
+    def everyone() -> list[longspan.values.LocalBatch]:
         return [
             longspan.shard(
                 batch,
@@ -310,7 +310,7 @@ def test_right_batches_always_come_back(
 def test_any_ownership_comes_back(
     batch: dict[str, Any], cuts: list[int], form: str, turn: bool
 ) -> None:
-    tokens = longspan.pack(batch, form=form).tokens
+    tokens = longspan.values.pack(batch, form=form).tokens
     borders = [0, *sorted(min(c, tokens) for c in cuts), tokens]
     ranges = [[pair] for pair in itertools.pairwise(borders)]
     ownership = Ownership.of_ranges(ranges[::-1] if turn else ranges)
@@ -332,9 +332,9 @@ def test_pack_and_pad_answer_or_refuse(
     batch: dict[str, Any], form: str, slots: int, multiple: int, key: str
 ) -> None:
     before = snapshot(batch)
-    packed = attempt(lambda: longspan.pack(batch, form=form))
+    packed = attempt(lambda: longspan.values.pack(batch, form=form))
     if packed is not None:
-        padded = attempt(lambda: longspan.pad(packed, slots=slots, multiple=multiple))
+        padded = attempt(lambda: longspan.values.pad(packed, slots=slots, multiple=multiple))
         if padded is not None and padded.tokens < 10_000:
             assert padded.tokens >= packed.tokens
             if form == "rows" or padded.packings[0].real_tokens:
@@ -388,7 +388,7 @@ def test_options_answer_or_refuse(
     options = {"rank": rank, "ranks": ranks, "multiple": multiple, "layout": layout}
     try:
         attempt(lambda: longspan.shard(batch, **options))
-        attempt(lambda: longspan.shard_chunks(batch, chunks, **options))
+        attempt(lambda: longspan.values.shard_chunks(batch, chunks, **options))
     except (RuntimeError, MemoryError) as error:  # the machine's memory has an end
         assert abs(multiple) > 2**40
         assert str(error)
@@ -437,10 +437,10 @@ def test_packings_answer_or_refuse(
         if wide is not None:
             assert wide.tokens % multiple == 0
             assert wide.lengths == packing.lengths
-    cu = attempt(lambda: longspan.cumulative_lengths(packing))
+    cu = attempt(lambda: longspan.values.cumulative_lengths(packing))
     if cu is not None:
         assert cu[-1] == packing.real_tokens
-    attempt(lambda: longspan.cumulative_padded_lengths(packing))
+    attempt(lambda: longspan.values.cumulative_padded_lengths(packing))
     assert repr(packing)
     packing.pads()
 
@@ -534,7 +534,7 @@ def test_masks_answer_or_refuse(
     attempt(lambda: mask.reach(queries))
     attempt(lambda: mask.pairs(queries, keys))
     attempt(lambda: mask.coverage(queries, keys))
-    windows = attempt(lambda: longspan.key_windows(mask))
+    windows = attempt(lambda: longspan.values.key_windows(mask))
     if windows is not None:
         for q in range(mask.queries):
             seen = [k for k in range(mask.keys) if mask.allows(q, k)]

@@ -12,7 +12,8 @@ import torch
 from processes import outputs_of, start_ranks
 
 import longspan
-from longspan import Group, LostPeer, run_ranks
+from longspan import Group, run_ranks
+from longspan.comm import LostPeer
 
 
 def test_solo_is_one_rank():
@@ -37,7 +38,7 @@ def test_groups_of_a_run_end_with_it():
 
 def test_a_group_whose_process_group_is_gone_still_answers():
     def body(group):
-        longspan.rotate(torch.ones(2), 1, group=group)
+        longspan.comm.rotate(torch.ones(2), 1, group=group)
         return group
 
     for rank, group in enumerate(run_ranks(2, body)):
@@ -45,9 +46,9 @@ def test_a_group_whose_process_group_is_gone_still_answers():
         assert repr(group) == f"Group(rank {rank} of 2 (destroyed))" and group.timeout > 0
         gone = f"Group: no process group named '{group.name}' is alive; keep it, and destroy it"
         with pytest.raises(ValueError, match=gone):
-            longspan.rotate(torch.ones(2), 1, group=group)
+            longspan.comm.rotate(torch.ones(2), 1, group=group)
         with pytest.raises(ValueError, match=gone):
-            longspan.agree(group, {"x": 1})
+            longspan.comm.agree(group, {"x": 1})
         with pytest.raises(ValueError, match=gone):
             Group.of(group.name)
 
@@ -69,10 +70,10 @@ def test_a_group_does_not_keep_the_process_group():
 def test_a_failing_rank_ends_the_run_with_its_error():
     def body(group):
         x = torch.ones(1)
-        longspan.rotate(x, 1, group=group)
+        longspan.comm.rotate(x, 1, group=group)
         if group.rank() == 1:
             raise KeyError("mine")
-        longspan.rotate(x, 1, group=group)
+        longspan.comm.rotate(x, 1, group=group)
 
     start = time.monotonic()
     with pytest.raises(KeyError, match="mine"):
@@ -84,18 +85,18 @@ def test_a_late_rank_is_named():
     def body(group):
         if group.rank() == 0:
             time.sleep(2)
-        return longspan.rotate(torch.ones(1), 1, group=group)
+        return longspan.comm.rotate(torch.ones(1), 1, group=group)
 
     with pytest.raises(LostPeer, match=r"rotate: rank 1 waited 0\.[56] s for rank 0: "):
         run_ranks(2, body, timeout=0.5)
 
 
 def lose_in_an_operator(group):
-    longspan.rotate(torch.ones(1), 1, group=group)
+    longspan.comm.rotate(torch.ones(1), 1, group=group)
 
 
 def lose_in_a_function(group):
-    longspan.agree(group, {"x": 1})
+    longspan.comm.agree(group, {"x": 1})
 
 
 @pytest.mark.parametrize("lose", [lose_in_an_operator, lose_in_a_function])
@@ -115,7 +116,7 @@ def test_a_lost_peer_has_its_own_type(lose):
 def test_a_peer_lost_in_backward_has_its_own_type():
     def body(group):
         x = torch.ones(1, requires_grad=True)
-        y = longspan.rotate(x, 1, group=group)
+        y = longspan.comm.rotate(x, 1, group=group)
         if group.rank() == 0:
             time.sleep(1)
             return None
@@ -131,7 +132,7 @@ def test_an_error_that_only_reads_like_a_lost_peer_is_the_one_that_counts():
         if group.rank() == 0:
             time.sleep(1)  # rank 1 has lost it by then
             raise RuntimeError("mine; look at the log of nobody")
-        longspan.rotate(torch.ones(1), 1, group=group)
+        longspan.comm.rotate(torch.ones(1), 1, group=group)
 
     with pytest.raises(RuntimeError, match="mine"):
         run_ranks(2, body, timeout=0.5)
@@ -140,7 +141,7 @@ def test_an_error_that_only_reads_like_a_lost_peer_is_the_one_that_counts():
 def test_two_runs_at_once():
     def body(group):
         return [
-            longspan.rotate(torch.full((8,), group.rank()), 1, group=group)[0].item()
+            longspan.comm.rotate(torch.full((8,), group.rank()), 1, group=group)[0].item()
             for _ in range(20)
         ]
 
@@ -191,7 +192,7 @@ def test_gradients_are_those_of_the_whole_sequence(ranks):
 
     def body(group):
         x = whole.split(sizes)[group.rank()].clone().requires_grad_()
-        full = longspan.all_gather_tokens(x, axis=0, sizes=sizes, group=group)
+        full = longspan.comm.all_gather_tokens(x, axis=0, sizes=sizes, group=group)
         # Every rank's own part of the loss.
         weights = torch.arange(1, len(full) + 1).unsqueeze(1) * (group.rank() + 1)
         (full.square() * weights).sum().backward()
@@ -206,10 +207,10 @@ def test_collectives_of_one_rank_return_their_argument():
     group = Group.solo()
     x = torch.ones(4, 2)
     sizes = {"axis": 0, "sizes": [4], "group": group}
-    assert longspan.all_gather_tokens(x, **sizes) is x
-    assert longspan.reduce_scatter_tokens(x, **sizes) is x
-    assert longspan.rotate(x, 3, group=group) is x
-    assert longspan.roll(x, 4, **sizes) is x
+    assert longspan.comm.all_gather_tokens(x, **sizes) is x
+    assert longspan.comm.reduce_scatter_tokens(x, **sizes) is x
+    assert longspan.comm.rotate(x, 3, group=group) is x
+    assert longspan.comm.roll(x, 4, **sizes) is x
 
 
 def test_operators_of_one_rank_pass_opcheck():
@@ -233,15 +234,15 @@ def test_needed_keys_arrive():
     packing = longspan.Packing.of([5, 3])
     mask = longspan.Mask.sliding(packing, 2)
     ownership = longspan.Ownership.contiguous(8, 2)
-    table = longspan.needed_table(mask, ownership)
+    table = longspan.comm.needed_table(mask, ownership)
 
     def body(group):
         x = torch.arange(4) + 4 * group.rank()
-        return longspan.exchange_needed(x, table, axis=0, group=group).tolist()
+        return longspan.comm.exchange_needed(x, table, axis=0, group=group).tolist()
 
     results = run_ranks(2, body)
     assert results == [[0, 1, 2, 3], [3, 4, 5, 6, 7]]
-    ranges = longspan.received_ranges(table, ownership, 1)
+    ranges = longspan.comm.received_ranges(table, ownership, 1)
     assert [token for begin, end in ranges for token in range(begin, end)] == results[1]
 
 
@@ -253,10 +254,10 @@ def test_agree_compares_values_of_many_kinds():
             "ownership": longspan.Ownership.head_tail(8, 2),
             "layout": "head-tail",
         }
-        longspan.agree(group, fields)
+        longspan.comm.agree(group, fields)
         fields["layout"] = f"rank {group.rank()}"
         with pytest.raises(ValueError, match=r"different `layout` \(rank 1 differs from rank 0\)"):
-            longspan.agree(group, fields)
+            longspan.comm.agree(group, fields)
 
     run_ranks(2, body)
 

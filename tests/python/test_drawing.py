@@ -16,10 +16,12 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("strategy", Strategy.names())
 def test_a_plan_shows_itself(strategy: str) -> None:
     owners = Ownership.contiguous(64, ranks=4)
-    picture = longspan.draw_plan(owners, strategy=strategy, heads=8, key_heads=2, head_dim=128)
+    picture = longspan.values.draw_plan(
+        owners, strategy=strategy, heads=8, key_heads=2, head_dim=128
+    )
     assert "What each rank computes and sends" in str(picture)
     assert picture._repr_svg_().startswith("<svg")
-    full = longspan.draw_plan(
+    full = longspan.values.draw_plan(
         owners, Mask.full(Packing.single(64)), strategy=strategy, heads=8, head_dim=4
     )
     assert "full" in str(full)
@@ -27,7 +29,9 @@ def test_a_plan_shows_itself(strategy: str) -> None:
 
 def test_small_numbers_of_a_plan() -> None:
     text = str(
-        longspan.draw_plan(Ownership.contiguous(64, ranks=4), heads=8, key_heads=2, head_dim=128)
+        longspan.values.draw_plan(
+            Ownership.contiguous(64, ranks=4), heads=8, key_heads=2, head_dim=128
+        )
     )
     for number in ("136", "392", "648", "904", "16384", "32768", "49152"):
         assert number in text
@@ -35,9 +39,13 @@ def test_small_numbers_of_a_plan() -> None:
 
 def test_a_plan_refuses_by_message() -> None:
     with pytest.raises(ValueError, match="is not one of ring, gathered"):
-        longspan.draw_plan(Ownership.contiguous(4, ranks=2), strategy="torus", heads=1, head_dim=1)
+        longspan.values.draw_plan(
+            Ownership.contiguous(4, ranks=2), strategy="torus", heads=1, head_dim=1
+        )
     with pytest.raises(ValueError, match="expected at least 1 of each"):
-        longspan.draw_plan(Ownership.contiguous(4, ranks=2), heads=0, key_heads=1, head_dim=1)
+        longspan.values.draw_plan(
+            Ownership.contiguous(4, ranks=2), heads=0, key_heads=1, head_dim=1
+        )
 
 
 def run_example(name: str, *arguments: str) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from longspan.values import TokenRange
 from torch.utils.data import DataLoader
 
 import longspan
-from longspan import Mask, Ownership, Packing, TokenRange
+from longspan import Mask, Ownership, Packing
 
-LAYOUTS = [layout.name for layout in longspan.named_layouts()]
+LAYOUTS = [layout.name for layout in longspan.values.named_layouts()]
 PACKING = Packing.of([5, 0, 3], [6, 2, 4], 16)
 VALUES = {
     "range": TokenRange(2, 5),
@@ -70,7 +71,7 @@ def test_a_share_comes_back_with_its_layout(layout: str) -> None:
 def test_copies_and_unions_keep_the_layout() -> None:
     share = longspan.shard(ROWS, rank=0, ranks=2)
     for again in (share.copy(), share | {"more": 1}, copy.copy(share)):
-        assert isinstance(again, longspan.LocalBatch)
+        assert isinstance(again, longspan.values.LocalBatch)
         assert again.cut is share.cut
     assert (share | {"more": 1})["more"] == 1
     assert "Cut(rows, head-tail, rank 0 of 2" in repr(share)
@@ -83,7 +84,7 @@ def _collate(samples: list[torch.Tensor]) -> Any:
 def test_a_loaders_worker_may_shard() -> None:
     loader = DataLoader([torch.arange(8)] * 2, batch_size=2, num_workers=1, collate_fn=_collate)
     (share,) = list(loader)
-    assert isinstance(share, longspan.LocalBatch)
+    assert isinstance(share, longspan.values.LocalBatch)
     assert share["input_ids"].tolist() == [[2, 3, 4, 5]] * 2
     assert share.cut.rank == 1
 
@@ -126,9 +127,11 @@ REFUSED = {
         TypeError,
         r"write \['note'\]",
     ),
-    "pad of a dictionary": (lambda: longspan.pad({}), TypeError, "what pack returned"),
+    "pad of a dictionary": (lambda: longspan.values.pad({}), TypeError, "what pack returned"),
     "pad with layout and slots": (
-        lambda: longspan.pad(longspan.pack(ROWS), layout="contiguous-stream", ranks=2, slots=3),
+        lambda: longspan.values.pad(
+            longspan.values.pack(ROWS), layout="contiguous-stream", ranks=2, slots=3
+        ),
         ValueError,
         "leave `slots` out",
     ),

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from longspan.values import LocalBatch
 from torch import Tensor, nn
 
 import longspan
-from longspan import AttentionLayout, Group, LocalBatch, Mask, Ownership, Packing, run_ranks
+from longspan import AttentionLayout, Group, Mask, Ownership, Packing, run_ranks
 
-FORMS = {layout.name: layout.form for layout in longspan.named_layouts()}
+FORMS = {layout.name: layout.form for layout in longspan.values.named_layouts()}
 LAYOUTS = list(FORMS)
 VOCABULARY, WIDTH, HEADS, KEY_HEADS = 23, 16, 4, 2
 IGNORED = -100
@@ -258,7 +259,7 @@ def test_a_step_of_training_keeps_replicas_equal() -> None:
             mine(longspan.shard(rows_of(batch, at, 2), group), group, world)[0].backward()
             with torch.no_grad():
                 for p in mine.parameters():
-                    every = longspan.all_gather_tokens(
+                    every = longspan.comm.all_gather_tokens(
                         p.grad.unsqueeze(0), axis=0, sizes=[1] * 4, group=world
                     )
                     p -= 0.1 * every.sum(0)
@@ -334,7 +335,7 @@ class PartOfTheMean(Transformer):
     """Right too: the share's sum over the count of all, not added up."""
 
     def reduced(self, total: Tensor, count: Tensor, group: Group) -> Tensor:
-        counts = longspan.all_gather_tokens(
+        counts = longspan.comm.all_gather_tokens(
             count.reshape(1), axis=0, sizes=[1] * group.size(), group=group
         )
         return total / counts.sum()

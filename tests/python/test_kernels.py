@@ -17,8 +17,8 @@ q = torch.randn(1, 2, 9, 8, dtype=torch.bfloat16)
 print(longspan.which_kernel(q, q, q))
 print(longspan.attend(q, q, q).isfinite().all().item())
 """
-RUNNABLE = [level.name for level in longspan.kernel_levels() if not level.why_not]
-ABSENT = [level for level in longspan.kernel_levels() if level.why_not]
+RUNNABLE = [level.name for level in longspan.testing.kernel_levels() if not level.why_not]
+ABSENT = [level for level in longspan.testing.kernel_levels() if level.why_not]
 
 
 def run(kernel: str | None) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def run(kernel: str | None) -> subprocess.CompletedProcess[str]:
 
 def test_levels_say_whether_they_run() -> None:
     assert RUNNABLE[0] == "portable"
-    for level in longspan.kernel_levels():
+    for level in longspan.testing.kernel_levels():
         assert repr(level) == (
             f"{level.name}, not here: {level.why_not}" if level.why_not else level.name
         )
@@ -43,8 +43,8 @@ def test_the_best_runs_where_nothing_is_asked(unset: str | None) -> None:
     kernel, finite = run(unset).stdout.splitlines()
     assert finite == "True"
     expected = RUNNABLE[-1]
-    if longspan.kernel_levels()[-1].why_not:
-        last = longspan.kernel_levels()[-1]
+    if longspan.testing.kernel_levels()[-1].why_not:
+        last = longspan.testing.kernel_levels()[-1]
         expected += f", not {last.name}: {last.why_not}"
     assert kernel == expected
 
@@ -84,15 +84,19 @@ def test_selected_keys_name_their_kernel() -> None:
     q, kv, lists = torch.randn(3, 4, 16), torch.randn(5, 16), torch.zeros(3, 2).int()
     w = torch.ones(3, 4)
     dense = longspan.which_kernel(q.unsqueeze(0), q.unsqueeze(0), q.unsqueeze(0))
-    for work in ("forward", "backward", "weights"):
-        assert longspan.which_selected_kernel(q, kv, lists, value_dim=8, work=work) == dense
-    for work in ("select", "score", "score_backward"):
-        assert longspan.which_indexer_kernel(q, kv, w, slots=2, work=work) == dense
-    with pytest.raises(ValueError, match="expected one of forward, backward, weights"):
-        longspan.which_selected_kernel(q, kv, lists, work="sideways")
-    with pytest.raises(ValueError, match="expected one of select, score, score_backward"):
-        longspan.which_indexer_kernel(q, kv, w, slots=2, work="sideways")
+    for operation in ("attend_selected", "attend_selected_backward", "selected_weights"):
+        assert longspan.which_kernel(q, kv, lists, operation, value_dim=8) == dense
+    for operation in ("select_keys", "score_selected", "score_selected_backward"):
+        assert longspan.which_kernel(q, kv, w, operation, slots=2) == dense
+    with pytest.raises(
+        ValueError, match="operation is 'sideways'; expected one of attend, attend_"
+    ):
+        longspan.which_kernel(q, kv, lists, "sideways")
+    with pytest.raises(ValueError, match="select_keys needs `slots`"):
+        longspan.which_kernel(q, kv, w, "select_keys")
+    with pytest.raises(ValueError, match="attend_selected has no `slots`; leave it out"):
+        longspan.which_kernel(q, kv, lists, "attend_selected", slots=2)
     with pytest.raises(ValueError, match="on meta; there are kernels for the CPU and for CUDA"):
-        longspan.which_selected_kernel(q.to("meta"), kv.to("meta"), lists.to("meta"))
+        longspan.which_kernel(q.to("meta"), kv.to("meta"), lists.to("meta"), "attend_selected")
     with pytest.raises(ValueError, match="the channels differ"):
-        longspan.which_selected_kernel(q, kv[:, :3], lists)
+        longspan.which_kernel(q, kv[:, :3], lists, "attend_selected")

@@ -39,7 +39,7 @@ def test_windows_of_documents(
 ) -> None:
     offsets = torch.tensor(cu, dtype=dtype)
     slots = None if padded is None else torch.tensor(padded, dtype=dtype)
-    start, end = longspan.document_windows(offsets, slots, tokens=tokens)
+    start, end = longspan.dsa.document_windows(offsets, slots, tokens=tokens)
     assert start.dtype == end.dtype == torch.int32
     got = list(zip(start.tolist(), end.tolist(), strict=True))
     assert got == slow.windows(cu, padded, tokens)
@@ -57,14 +57,14 @@ def test_windows_of_documents(
 )
 def test_windows_refuse(message: str, cu: Any, padded: Any, tokens: int) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        longspan.document_windows(cu, padded, tokens=tokens)
+        longspan.dsa.document_windows(cu, padded, tokens=tokens)
 
 
 # ---- window_lists
 
 
 def test_lists_of_a_window_and_pools() -> None:
-    got = longspan.window_lists(torch.arange(4, 8)[None], keys=8, window=3, pools=2, ratio=4)
+    got = longspan.dsa.window_lists(torch.arange(4, 8)[None], keys=8, window=3, pools=2, ratio=4)
     assert got.tolist() == [[[2, 3, 4, 8, -1], [3, 4, 5, 8, -1], [4, 5, 6, 8, -1], [5, 6, 7, 8, 9]]]
 
 
@@ -74,14 +74,16 @@ def test_lists_of_a_window_and_pools() -> None:
 def test_lists_are_the_oracles(keys: int, window: int, dtype: torch.dtype) -> None:
     queries = torch.tensor([[0, 1, 5, 8, 12], [3, -1, 2, 0, 7]], dtype=dtype)
     for pools, ratio in ((0, 0), (3, 1), (2, 4)):
-        got = longspan.window_lists(queries, keys=keys, window=window, pools=pools, ratio=ratio)
+        got = longspan.dsa.window_lists(queries, keys=keys, window=window, pools=pools, ratio=ratio)
         assert got.dtype == dtype
         for row in range(2):
             for t, query in enumerate(queries[row].tolist()):
                 expected = slow.window_list(query, keys, window, pools, ratio)
                 assert got[row, t].tolist() == expected
     chosen = torch.tensor([[0, 1, -1], [-5, 2, 1], [9, 0, 0], [2, 1, 0], [1, 2**31 - 1, 0]])
-    got = longspan.window_lists(queries[:1], keys=keys, window=window, pools=2, chosen=chosen[None])
+    got = longspan.dsa.window_lists(
+        queries[:1], keys=keys, window=window, pools=2, chosen=chosen[None]
+    )
     for t, query in enumerate(queries[0].tolist()):
         assert got[0, t].tolist() == slow.window_list(query, keys, window, 2, 0, chosen[t].tolist())
 
@@ -100,18 +102,18 @@ def test_a_mask_takes_keys_from_lists() -> None:
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("`queries` is float32", lambda p: longspan.window_lists(p.float(), keys=1, window=1)),
-        ("expected 0 or more", lambda p: longspan.window_lists(p, keys=1, window=-1)),
-        ("pools of 0 tokens", lambda p: longspan.window_lists(p, keys=1, window=1, pools=1)),
+        ("`queries` is float32", lambda p: longspan.dsa.window_lists(p.float(), keys=1, window=1)),
+        ("expected 0 or more", lambda p: longspan.dsa.window_lists(p, keys=1, window=-1)),
+        ("pools of 0 tokens", lambda p: longspan.dsa.window_lists(p, keys=1, window=1, pools=1)),
         (
             "`chosen` is int64 [1, 3, 1]",
-            lambda p: longspan.window_lists(
+            lambda p: longspan.dsa.window_lists(
                 p, keys=1, window=1, pools=1, chosen=torch.zeros(1, 3, 1).long()
             ),
         ),
         (
             "`mask` is float32 [1, 3, 4]",
-            lambda p: longspan.window_lists(p, keys=1, window=1, mask=torch.zeros(1, 3, 4)),
+            lambda p: longspan.dsa.window_lists(p, keys=1, window=1, mask=torch.zeros(1, 3, 4)),
         ),
     ],
 )
@@ -123,8 +125,10 @@ def test_lists_refuse(message: str, call: Any) -> None:
 def test_lists_and_windows_compile_whole() -> None:
     def both(queries: torch.Tensor, cu: torch.Tensor, mask: torch.Tensor) -> Any:
         tokens = queries.shape[1]
-        lists = longspan.window_lists(queries, keys=tokens, window=3, pools=2, ratio=4, mask=mask)
-        return lists, *longspan.document_windows(cu, cu, tokens=tokens)
+        lists = longspan.dsa.window_lists(
+            queries, keys=tokens, window=3, pools=2, ratio=4, mask=mask
+        )
+        return lists, *longspan.dsa.document_windows(cu, cu, tokens=tokens)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (8, 11):

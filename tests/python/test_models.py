@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from longspan.values import LocalBatch
 from torch import Tensor
 
 import longspan
-from longspan import Group, LocalBatch, Ownership, run_ranks
+from longspan import Group, Ownership, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -103,7 +104,7 @@ def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
     check(over_ranks(family, "rows", ranks, embeds=True), true)
 
 
-@pytest.mark.parametrize("layout", [layout.name for layout in longspan.named_layouts()])
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
 @pytest.mark.parametrize("case", ["rows", "left"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_every_layout(family: str, case: str, layout: str) -> None:

@@ -30,9 +30,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 @pytest.mark.parametrize(("first", "begin"), [(0, 0), (3, 3), (-6, 4)])
 def test_channels_turn_pair_by_pair(pairs: str, first: int, begin: int) -> None:
     x, angles = random(4, 10), 3 * random(4, 3, seed=1)
-    got = longspan.rotate_channels(x, angles.cos(), angles.sin(), first=first, pairs=pairs)
+    got = longspan.dsa.rotate_channels(x, angles.cos(), angles.sin(), first=first, pairs=pairs)
     assert torch.allclose(got, slow.rotate(x, angles, begin, pairs), atol=1e-14)
-    back = longspan.rotate_channels(
+    back = longspan.dsa.rotate_channels(
         got, angles.cos(), angles.sin(), first=first, pairs=pairs, inverse=True
     )
     assert torch.allclose(back, x, atol=1e-14)
@@ -42,7 +42,7 @@ def test_channels_turn_pair_by_pair(pairs: str, first: int, begin: int) -> None:
 
 def test_tables_broadcast_over_heads_and_rows() -> None:
     x, angles = random(2, 5, 3, 4), random(5, 2, seed=1)
-    got = longspan.rotate_channels(x, angles.cos()[:, None], angles.sin()[:, None])
+    got = longspan.dsa.rotate_channels(x, angles.cos()[:, None], angles.sin()[:, None])
     for row in range(2):
         for head in range(3):
             expected = slow.rotate(x[row, :, head], angles, 0, "interleaved")
@@ -54,7 +54,7 @@ def test_a_rotation_rounds_once(dtype: torch.dtype) -> None:
     x = random(6, 8, dtype=torch.float32).to(dtype)
     angles = 1000 * random(6, 4, seed=1, dtype=torch.float32)
     cos, sin = angles.cos(), angles.sin()
-    got = longspan.rotate_channels(x, cos, sin)
+    got = longspan.dsa.rotate_channels(x, cos, sin)
     a, b = x[:, 0::2].float(), x[:, 1::2].float()
     expected = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(1)
     assert got.dtype == dtype
@@ -68,12 +68,14 @@ def test_the_adjoint_of_a_rotation_is_its_inverse(pairs: str, inverse: bool) -> 
     cos, sin = angles.cos(), angles.sin()
     options: dict[str, Any] = {"first": 2, "pairs": pairs}
     x.requires_grad_()
-    out = longspan.rotate_channels(x, cos, sin, inverse=inverse, **options)
+    out = longspan.dsa.rotate_channels(x, cos, sin, inverse=inverse, **options)
     (grad,) = torch.autograd.grad(out, x, y)
-    assert torch.equal(grad, longspan.rotate_channels(y, cos, sin, inverse=not inverse, **options))
+    assert torch.equal(
+        grad, longspan.dsa.rotate_channels(y, cos, sin, inverse=not inverse, **options)
+    )
 
     def squared(t: torch.Tensor) -> torch.Tensor:
-        return longspan.rotate_channels(t, cos, sin, inverse=inverse, **options) ** 2
+        return longspan.dsa.rotate_channels(t, cos, sin, inverse=inverse, **options) ** 2
 
     assert torch.autograd.gradcheck(squared, (x,))
     assert torch.autograd.gradgradcheck(squared, (x,))
@@ -83,12 +85,12 @@ def test_rotations_read_strides_and_leave_their_argument_alone() -> None:
     base = random(8, 5)
     x, angles = base.t(), random(5, 2, seed=1)
     before = base.clone()
-    got = longspan.rotate_channels(x, angles.cos(), angles.sin(), first=-4)
-    expected = longspan.rotate_channels(x.contiguous(), angles.cos(), angles.sin(), first=4)
+    got = longspan.dsa.rotate_channels(x, angles.cos(), angles.sin(), first=-4)
+    expected = longspan.dsa.rotate_channels(x.contiguous(), angles.cos(), angles.sin(), first=4)
     assert torch.equal(got, expected)
     assert got.is_contiguous()
     assert torch.equal(base, before)
-    none = longspan.rotate_channels(x, angles[:, :0], angles[:, :0])
+    none = longspan.dsa.rotate_channels(x, angles[:, :0], angles[:, :0])
     assert torch.equal(none, x)
     assert none.data_ptr() != x.data_ptr()
 
@@ -99,30 +101,30 @@ def test_rotations_read_strides_and_leave_their_argument_alone() -> None:
         (
             ValueError,
             "no pairs 'both'",
-            lambda x, c: longspan.rotate_channels(x, c, c, pairs="both"),
+            lambda x, c: longspan.dsa.rotate_channels(x, c, c, pairs="both"),
         ),
         (
             ValueError,
             "2 pairs from channel 3 on do not fit the 6 channels",
-            lambda x, c: longspan.rotate_channels(x, c, c, first=3),
+            lambda x, c: longspan.dsa.rotate_channels(x, c, c, first=3),
         ),
         (
             ValueError,
             "from channel -7 on",
-            lambda x, c: longspan.rotate_channels(x, c, c, first=-7),
+            lambda x, c: longspan.dsa.rotate_channels(x, c, c, first=-7),
         ),
-        (ValueError, "the pairs differ", lambda x, c: longspan.rotate_channels(x, c, c[:, :1])),
+        (ValueError, "the pairs differ", lambda x, c: longspan.dsa.rotate_channels(x, c, c[:, :1])),
         (
             ValueError,
             "axis -2 does not broadcast",
-            lambda x, c: longspan.rotate_channels(x, c[:2], c),
+            lambda x, c: longspan.dsa.rotate_channels(x, c[:2], c),
         ),
-        (ValueError, "`sin` is int64", lambda x, c: longspan.rotate_channels(x, c, c.long())),
-        (ValueError, "`x` is int64", lambda x, c: longspan.rotate_channels(x.long(), c, c)),
+        (ValueError, "`sin` is int64", lambda x, c: longspan.dsa.rotate_channels(x, c, c.long())),
+        (ValueError, "`x` is int64", lambda x, c: longspan.dsa.rotate_channels(x.long(), c, c)),
         (
             ValueError,
             "carry no gradient",
-            lambda x, c: longspan.rotate_channels(x, c.clone().requires_grad_(), c),
+            lambda x, c: longspan.dsa.rotate_channels(x, c.clone().requires_grad_(), c),
         ),
     ],
 )
@@ -164,7 +166,9 @@ def test_dense_attention_is_the_oracles(with_sink: bool, form: str) -> None:
     expected = dense_attention(q, k, v, dout, seen, scale=0.3, sink=sink)
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     logits = None if sink is None else sink.clone().requires_grad_()
-    out, lse = longspan.attend_dense(*inputs, mask=mask, sink=logits, scale=0.3, return_lse=True)
+    out, lse = longspan.testing.attend_dense(
+        *inputs, mask=mask, sink=logits, scale=0.3, return_lse=True
+    )
     out.backward(dout)
     close = {"atol": 1e-12, "rtol": 1e-12}
     assert torch.allclose(out, expected.out, **close)
@@ -184,7 +188,7 @@ def test_added_numbers_are_part_of_the_scores() -> None:
     bias = random(4, 5, 7, seed=6).requires_grad_()
 
     def attend(added: torch.Tensor) -> torch.Tensor:
-        out = longspan.attend_dense(q, k, v, mask=added)
+        out = longspan.testing.attend_dense(q, k, v, mask=added)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -200,21 +204,21 @@ def test_no_keys_and_huge_sinks_give_zero() -> None:
     for count, logit in ((0, 0.0), (7, float("inf")), (7, 1e300)):
         sink = torch.full((4,), logit, dtype=torch.float64, requires_grad=True)
         query = q.clone().requires_grad_()
-        out = longspan.attend_dense(query, k[:, :, :count], v[:, :, :count], sink=sink)
+        out = longspan.testing.attend_dense(query, k[:, :, :count], v[:, :, :count], sink=sink)
         assert (out == 0).all()
         out.sum().backward()
         assert (query.grad == 0).all()
         assert (sink.grad == 0).all()
     never = torch.full((4,), NEVER, dtype=torch.float64)
     assert torch.allclose(
-        longspan.attend_dense(q, k, v, sink=never), longspan.attend_dense(q, k, v)
+        longspan.testing.attend_dense(q, k, v, sink=never), longspan.testing.attend_dense(q, k, v)
     )
 
 
 def test_bfloat16_is_summed_in_float32() -> None:
     q, k, v, _ = (t.bfloat16() for t in dense_inputs())
-    out, lse = longspan.attend_dense(q, k, v, return_lse=True)
-    wide = longspan.attend_dense(q.float(), k.float(), v.float())
+    out, lse = longspan.testing.attend_dense(q, k, v, return_lse=True)
+    wide = longspan.testing.attend_dense(q.float(), k.float(), v.float())
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     assert torch.equal(out, wide.bfloat16())
@@ -236,7 +240,7 @@ def test_dense_attention_refuses(message: str, change: Any) -> None:
     q, k, v, _ = dense_inputs()
     arguments = change({"q": q, "k": k, "v": v})
     with pytest.raises(ValueError, match=re.escape(message)):
-        longspan.attend_dense(**arguments)
+        longspan.testing.attend_dense(**arguments)
 
 
 # ---- index_scores
@@ -261,7 +265,7 @@ def index_windows() -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_key_has_a_score(windowed: bool) -> None:
     q, k, w = (t.requires_grad_() for t in index_inputs())
     start, end = index_windows() if windowed else (None, None)
-    scores = longspan.index_scores(q, k, w, start=start, end=end)
+    scores = longspan.dsa.index_scores(q, k, w, start=start, end=end)
     dense = torch.stack([index_scores(q[b], k[b], w[b]) for b in range(2)])
     if start is not None and end is not None:
         key = torch.arange(6)
@@ -275,7 +279,7 @@ def test_every_key_has_a_score(windowed: bool) -> None:
         strict=True,
     ):
         assert torch.allclose(got, want, atol=1e-13)
-    one = longspan.index_scores(
+    one = longspan.dsa.index_scores(
         q[0],
         k[0],
         w[0],
@@ -287,28 +291,28 @@ def test_every_key_has_a_score(windowed: bool) -> None:
 
 def test_scores_are_those_of_listed_keys() -> None:
     q, k, w = index_inputs(torch.bfloat16)
-    scores = longspan.index_scores(q, k, w)
+    scores = longspan.dsa.index_scores(q, k, w)
     assert scores.dtype == torch.float32
     lists = torch.arange(6).expand(2, 5, 6)
     assert torch.allclose(scores, ops.score_selected(q, k, w, lists), atol=1e-5)
-    assert longspan.index_scores(q, k[:, :0], w).shape == (2, 5, 0)
-    assert longspan.index_scores(q[:, :0], k, w[:, :0]).shape == (2, 0, 6)
+    assert longspan.dsa.index_scores(q, k[:, :0], w).shape == (2, 5, 0)
+    assert longspan.dsa.index_scores(q[:, :0], k, w[:, :0]).shape == (2, 0, 6)
 
 
 def test_index_scores_refuse() -> None:
     q, k, w = index_inputs()
     start, end = index_windows()
     with pytest.raises(ValueError, match=r"index_scores: `weights` is float64 \[2, 5, 2\]"):
-        longspan.index_scores(q, k, w[..., :2])
+        longspan.dsa.index_scores(q, k, w[..., :2])
     with pytest.raises(ValueError, match="give both or none"):
-        longspan.index_scores(q, k, w, start=start)
+        longspan.dsa.index_scores(q, k, w, start=start)
     with pytest.raises(ValueError, match=r"`end` is int64 \[2, 4\]"):
-        longspan.index_scores(q, k, w, start=start, end=end[:, :4])
+        longspan.dsa.index_scores(q, k, w, start=start, end=end[:, :4])
     q.requires_grad_()
-    (grad,) = torch.autograd.grad(longspan.index_scores(q, k, w).sum(), q, create_graph=False)
+    (grad,) = torch.autograd.grad(longspan.dsa.index_scores(q, k, w).sum(), q, create_graph=False)
     assert grad.shape == q.shape
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(longspan.index_scores(q, k, w).sum(), q, create_graph=True)
+        torch.autograd.grad(longspan.dsa.index_scores(q, k, w).sum(), q, create_graph=True)
 
 
 # ---- Tracing

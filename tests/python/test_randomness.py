@@ -14,7 +14,7 @@ from longspan import Group, run_ranks
 def test_every_rank_and_stream_has_its_own_seed() -> None:
     def body(group: Group) -> list[int]:
         return [
-            longspan.rank_seed(seed, group, *streams)
+            longspan.comm.rank_seed(seed, group, *streams)
             for seed in range(8)
             for streams in [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
         ]
@@ -26,30 +26,28 @@ def test_every_rank_and_stream_has_its_own_seed() -> None:
 
 
 def test_one_rank_alone_is_rank_0() -> None:
-    seeds = run_ranks(3, lambda group: longspan.rank_seed(7, group, 2))
-    assert longspan.rank_seed(7, Group(), 2) == longspan.rank_seed(7, None, 2) == seeds[0]
+    seeds = run_ranks(3, lambda group: longspan.comm.rank_seed(7, group, 2))
+    assert longspan.comm.rank_seed(7, Group(), 2) == longspan.comm.rank_seed(7, None, 2) == seeds[0]
 
 
 def test_seeds_stay_what_they_were() -> None:
     """Runs of other versions and machines must repeat."""
-    assert (
-        longspan._randomness._mixed(0) == 0xE220A8397B1DCDAF
-    )
-    assert longspan.rank_seed(0) == 6017775124710473527
-    assert longspan.rank_seed(1234, None, 5) == 1922131702972665688
-    assert longspan.rank_seed(-1) == longspan.rank_seed(2**64 - 1)
+    assert longspan._randomness._mixed(0) == 0xE220A8397B1DCDAF
+    assert longspan.comm.rank_seed(0) == 6017775124710473527
+    assert longspan.comm.rank_seed(1234, None, 5) == 1922131702972665688
+    assert longspan.comm.rank_seed(-1) == longspan.comm.rank_seed(2**64 - 1)
 
 
 def test_whole_numbers_are_expected() -> None:
     with pytest.raises(TypeError, match="rank_seed: expected whole numbers, got a float"):
-        longspan.rank_seed(1.5)  # type: ignore[arg-type]
+        longspan.comm.rank_seed(1.5)  # type: ignore[arg-type]
 
 
 def test_seeding_is_that_of_torch() -> None:
     own = longspan.seed_ranks(3, None, 1)
     drawn = torch.rand(4)
     torch.manual_seed(own)
-    assert own == longspan.rank_seed(3, None, 1)
+    assert own == longspan.comm.rank_seed(3, None, 1)
     assert torch.equal(drawn, torch.rand(4))
 
 
@@ -57,12 +55,12 @@ def test_a_scope_leaves_the_generator_as_it_was() -> None:
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
-    with longspan.seeded_ranks(3) as own:
+    with longspan.comm.seeded_ranks(3) as own:
         inside = torch.rand(4)
     assert torch.equal(torch.rand(4), expected)
     longspan.seed_ranks(3)
     assert torch.equal(torch.rand(4), inside)
-    assert own == longspan.rank_seed(3)
+    assert own == longspan.comm.rank_seed(3)
 
 
 def test_recomputation_draws_the_same_numbers() -> None:

@@ -356,7 +356,7 @@ def test_answers_over_parts_of_the_lists_merge() -> None:
         ops.attend_selected(q, kv, part.contiguous(), None, 0.05, 512)
         for part in indices.split([70, 122], -1)
     ]
-    out, lse = longspan.merge(*parts[0], *parts[1])
+    out, lse = longspan.testing.merge(*parts[0], *parts[1])
     blind = whole[1].isneginf()
     assert blind.any() and torch.equal(lse.isneginf(), blind)
     torch.testing.assert_close(lse[~blind], whole[1][~blind], rtol=1e-6, atol=1e-6)
@@ -453,27 +453,33 @@ def test_the_indexer_takes_little_more_than_its_answer(tokens: int) -> None:
 def test_every_kernel_says_why_it_does_not_run() -> None:
     q, kv, indices, _, _ = attending(4, 64, 576, 64)
     iq, ik, w, _, _ = indexer(4, 40, 32, 128)
-    which, indexing = longspan.which_selected_kernel, longspan.which_indexer_kernel
+
+    def which(*tensors: torch.Tensor, of: str = "attend_selected", **options: Any) -> str:
+        return longspan.which_kernel(*tensors, of, **options)
+
+    def indexing(*tensors: torch.Tensor, of: str = "select_keys") -> str:
+        return longspan.which_kernel(*tensors, of, slots=64)
+
     if torch.cuda.get_device_capability() == (9, 0):
         assert which(q, kv, indices, value_dim=512) == "hopper"
-        assert which(q, kv, indices, value_dim=512, work="backward") == "hopper"
-        assert which(q, kv, indices, work="weights") == "hopper"
-        assert indexing(iq, ik, w, slots=64) == "hopper"
+        assert which(q, kv, indices, value_dim=512, of="attend_selected_backward") == "hopper"
+        assert which(q, kv, indices, of="selected_weights") == "hopper"
+        assert indexing(iq, ik, w) == "hopper"
     half = which(q.half(), kv.half(), indices, value_dim=512)
     assert half == "ampere, not hopper: elements are not bfloat16"
     assert which(q[..., :72], kv[..., :72], indices).startswith("ampere, not hopper: no kernel for")
     odd = which(q[..., :70], kv[..., :70], indices)
     assert odd.startswith("torch, not hopper: ") and "; not ampere: no kernel for 70" in odd
     assert "neither bfloat16 nor float16" in which(q.float(), kv.float(), indices)
-    fewer = indexing(iq[:, :24], ik, w[:, :24], slots=64)
+    fewer = indexing(iq[:, :24], ik, w[:, :24])
     assert fewer.startswith("ampere, not hopper: no kernel for 24 heads")
-    assert indexing(iq.half(), ik.half(), w, slots=64, work="score") == "ampere"
-    assert indexing(iq, ik, w, slots=64, work="score_backward") == "ampere"
-    assert indexing(iq.float(), ik.float(), w, slots=64).startswith("torch, not hopper: ")
+    assert indexing(iq.half(), ik.half(), w, of="score_selected") == "ampere"
+    assert indexing(iq, ik, w, of="score_selected_backward") == "ampere"
+    assert indexing(iq.float(), ik.float(), w).startswith("torch, not hopper: ")
     torch.use_deterministic_algorithms(True)
     try:
-        told = which(q, kv, indices, value_dim=512, work="backward")
+        told = which(q, kv, indices, value_dim=512, of="attend_selected_backward")
         assert told.startswith("torch, not hopper: ") and "deterministic" in told
-        assert "deterministic" in indexing(iq, ik, w, slots=64, work="score_backward")
+        assert "deterministic" in indexing(iq, ik, w, of="score_selected_backward")
     finally:
         torch.use_deterministic_algorithms(False)

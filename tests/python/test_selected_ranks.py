@@ -173,7 +173,7 @@ class Share:
 
     def layer(self, **options: Any) -> dict[str, torch.Tensor]:
         """In one call."""
-        found = longspan.select_and_attend(
+        found = longspan.dsa.select_and_attend(
             *self.leaves[:5], slots=self.inputs.case.slots, scale=SCALE, value_dim=5,
             sink=self.sink, scores=True, target=True, **self.where, **self.window, **options,
         )  # fmt: skip
@@ -187,19 +187,19 @@ class Share:
     def apart(self, fetch: str = "gathered", balanced: bool = False) -> dict[str, torch.Tensor]:
         """By a call for each thing."""
         q, kv, index_q, index_k, weights = self.leaves[:5]
-        indices, scores = longspan.select_keys(
+        indices, scores = longspan.dsa.select_keys(
             index_q, index_k, weights, slots=self.inputs.case.slots, balanced=balanced,
             scores=True, **self.where, **self.window,
         )  # fmt: skip
         assert isinstance(indices, torch.Tensor)
-        out, lse = longspan.attend_selected(
+        out, lse = longspan.dsa.attend_selected(
             q, kv, indices, scale=SCALE, value_dim=5, sink=self.sink, fetch=fetch,
             return_lse=True, **self.where,
         )  # fmt: skip
-        target = longspan.selected_weights(
+        target = longspan.dsa.selected_weights(
             q, kv, indices, lse, scale=SCALE, sink=self.sink, fetch=fetch, **self.where
         )
-        again = longspan.score_selected(
+        again = longspan.dsa.score_selected(
             index_q, index_k, weights, indices, fetch=fetch, **self.where
         )
         close(again.detach(), scores.detach().double(), 1e-12 if q.dtype == torch.float64 else 1e-5)
@@ -255,7 +255,7 @@ def check_case(case: Case, ranks: int, dtype: torch.dtype) -> None:
         assert torch.equal(indices, ordered)
     options = [
         {"fetch": fetch, "balanced": balanced}
-        for fetch in longspan.FETCHES
+        for fetch in longspan.dsa.FETCHES
         for balanced in (False, True)
     ]
     runs = [
@@ -303,7 +303,7 @@ def share_of(name: str, group: Group, kind: str, dtype: torch.dtype = torch.floa
     return Share(Inputs.of(case, packing, dtype), group, owners)
 
 
-@pytest.mark.parametrize("fetch", longspan.FETCHES)
+@pytest.mark.parametrize("fetch", longspan.dsa.FETCHES)
 @pytest.mark.parametrize("name", ["documents_with_pads", "same_mask_in_every_row"])
 def test_one_call_gives_the_bits_of_a_call_for_each_thing(name: str, fetch: str) -> None:
     def body(group: Group) -> None:
@@ -316,7 +316,7 @@ def test_one_call_gives_the_bits_of_a_call_for_each_thing(name: str, fetch: str)
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("fetch", longspan.FETCHES)
+@pytest.mark.parametrize("fetch", longspan.dsa.FETCHES)
 def test_every_run_gives_the_same_bits(fetch: str) -> None:
     def body(group: Group) -> None:
         share = share_of("documents_with_pads", group, "scattered")
@@ -347,9 +347,9 @@ def test_lists_of_an_earlier_layer_may_be_anything(lists: str, rows: int | None)
     def body(group: Group) -> list[dict[str, torch.Tensor]]:
         tokens = owners.tokens_of(group.rank())
         answers = []
-        for fetch in longspan.FETCHES:
+        for fetch in longspan.dsa.FETCHES:
             leaves = [t.index_select(axis, tokens).requires_grad_() for t in (q, kv)]
-            out, lse = longspan.attend_selected(
+            out, lse = longspan.dsa.attend_selected(
                 *leaves, indices.index_select(axis, tokens), scale=SCALE, layout=owners,
                 group=group, fetch=fetch, return_lse=True,
             )  # fmt: skip
@@ -358,7 +358,7 @@ def test_lists_of_an_earlier_layer_may_be_anything(lists: str, rows: int | None)
         return answers
 
     parts = run_ranks(3, body)
-    for i in range(len(longspan.FETCHES)):
+    for i in range(len(longspan.dsa.FETCHES)):
         got = joined([part[i] for part in parts], owners, axis)
         for key in got:
             close(got[key], getattr(truth, key), 1e-12)
@@ -375,12 +375,12 @@ def test_one_rank_needs_no_group_and_gives_the_bits_of_the_operators() -> None:
     )
     scores, indices = ops.select_keys(index_q, index_k, weights, inputs.start, inputs.end, 5, True)
     out, lse = ops.attend_selected(q, kv, indices, None, SCALE, 5)
-    found = longspan.select_and_attend(
+    found = longspan.dsa.select_and_attend(
         q, kv, index_q, index_k, weights, slots=5, scale=SCALE, value_dim=5, scores=True,
         target=True,
     )  # fmt: skip
     assert found.scores is not None and found.target is not None
-    target = longspan.selected_weights(q, kv, indices, lse, scale=SCALE)
+    target = longspan.dsa.selected_weights(q, kv, indices, lse, scale=SCALE)
     expected = (out, indices, lse, scores, target)
     assert all(map(torch.equal, found, expected))
     leaves = (q, kv, index_q, index_k, weights)
@@ -393,13 +393,13 @@ def test_one_rank_may_have_other_keys_than_queries() -> None:
     q, kv = torch.randn(3, 4, 6), torch.randn(11, 6)
     index_q, index_k, weights = torch.randn(3, 2, 3), torch.randn(11, 3), torch.randn(3, 2)
     start, end = torch.tensor([0, 4, 9]), torch.tensor([11, 8, 9])
-    found = longspan.select_and_attend(
+    found = longspan.dsa.select_and_attend(
         q, kv, index_q, index_k, weights, slots=4, scale=SCALE, start=start, end=end
     )
     expected = oracle.greatest(oracle.index_scores(index_q, index_k, weights), 4, start, end)
     assert torch.equal(found.indices, expected) and found.scores is None
     assert not found.out[2].any() and found.lse[2].isneginf().all()
-    out = longspan.attend_selected(q, kv, expected, scale=SCALE)
+    out = longspan.dsa.attend_selected(q, kv, expected, scale=SCALE)
     assert isinstance(out, torch.Tensor) and torch.equal(out, found.out)
 
 
@@ -429,7 +429,7 @@ def test_gathered_moves_all_keys_in_one_exchange(trained: bool) -> None:
 
     def layer(group: Group, back: bool) -> None:
         tensors = drawn(owners, group)
-        found = longspan.select_and_attend(
+        found = longspan.dsa.select_and_attend(
             *tensors, slots=4, scale=SCALE, layout=owners, group=group, scores=trained
         )
         if back:
@@ -453,7 +453,7 @@ def test_needed_sends_each_selected_row_once_to_each_rank_that_asks() -> None:
 
     def attention(group: Group, fetch: str, back: bool) -> None:
         q, kv = drawn(owners, group)[:2]
-        out = longspan.attend_selected(
+        out = longspan.dsa.attend_selected(
             q, kv, lists, scale=SCALE, layout=owners, group=group, fetch=fetch
         )
         assert isinstance(out, torch.Tensor)
@@ -475,17 +475,17 @@ def test_empty_selections_are_ordinary() -> None:
 
     def body(group: Group) -> None:
         q, kv = drawn(owners, group)[:2]
-        for fetch in longspan.FETCHES:
+        for fetch in longspan.dsa.FETCHES:
             for slots in (0, 3):
                 lists = torch.full((8, slots), -1)
-                out, lse = longspan.attend_selected(
+                out, lse = longspan.dsa.attend_selected(
                     q, kv, lists, scale=SCALE, layout=owners, group=group, fetch=fetch,
                     return_lse=True,
                 )  # fmt: skip
                 dq, dkv = torch.autograd.grad(out.sum(), (q, kv))
                 assert not out.any() and lse.isneginf().all() and not dq.any() and not dkv.any()
         for balanced in (False, True):
-            found = longspan.select_and_attend(
+            found = longspan.dsa.select_and_attend(
                 *drawn(owners, group), slots=0, scale=SCALE, layout=owners, group=group,
                 balanced=balanced,
             )  # fmt: skip
@@ -502,9 +502,9 @@ def test_no_rows_and_no_tokens_are_ordinary(rows: int) -> None:
         held = owners.local_tokens(group.rank())
         shapes = ((4, 6), (6,), (2, 3), (3,), (2,))
         tensors = [torch.randn(rows, held, *shape).requires_grad_() for shape in shapes]
-        for fetch in longspan.FETCHES:
+        for fetch in longspan.dsa.FETCHES:
             for balanced in (False, True):
-                found = longspan.select_and_attend(
+                found = longspan.dsa.select_and_attend(
                     *tensors, slots=3, scale=SCALE, layout=owners, group=group, fetch=fetch,
                     balanced=balanced, scores=True,
                 )  # fmt: skip
@@ -521,7 +521,7 @@ def test_balanced_work_is_even_where_the_ownership_is_not() -> None:
 
     def selection(group: Group, balanced: bool) -> None:
         _, _, index_q, index_k, weights = drawn(owners, group)
-        longspan.select_keys(
+        longspan.dsa.select_keys(
             index_q, index_k, weights, slots=slots, layout=owners, group=group,
             balanced=balanced,
         )  # fmt: skip
@@ -544,17 +544,17 @@ def indexer_gradients(
     rank = 0 if group is None else group.rank()
     x, q, kv = (t.index_select(0, owners.tokens_of(rank)) for t in whole[:3])
     to_q, to_k, to_w = (t.clone().requires_grad_() for t in whole[3:])
-    found = longspan.select_and_attend(
+    found = longspan.dsa.select_and_attend(
         q, kv, (x @ to_q).unflatten(-1, (2, 3)), x @ to_k, x @ to_w, slots=5, scale=SCALE,
         layout=owners, group=group, fetch=fetch, scores=True, target=True,
     )  # fmt: skip
     assert found.scores is not None and found.target is not None
-    losses = longspan.index_loss(found.scores, found.target)
+    losses = longspan.dsa.index_loss(found.scores, found.target)
     loss = longspan.reduce_loss(losses.sum(), losses.numel(), group)
     return [loss.detach(), *torch.autograd.grad(loss, (to_q, to_k, to_w))]
 
 
-@pytest.mark.parametrize("fetch", longspan.FETCHES)
+@pytest.mark.parametrize("fetch", longspan.dsa.FETCHES)
 def test_losses_of_indexers_have_gradients_that_sum_to_those_of_one_rank(fetch: str) -> None:
     random = torch.Generator().manual_seed(3)
     shapes = ((24, 5), (24, 4, 6), (24, 6), (5, 6), (5, 3), (5, 2))
@@ -577,7 +577,9 @@ def test_compared_selections_that_agree_say_so() -> None:
     inputs = Inputs.of(BY_NAME["causal"], Packing.single(40), torch.float32)
     a = inputs.indices()
     shuffled = a.flip(-1).long()
-    same = longspan.compare_selections(a, shuffled, inputs.index_q, inputs.index_k, inputs.weights)
+    same = longspan.dsa.compare_selections(
+        a, shuffled, inputs.index_q, inputs.index_k, inputs.weights
+    )
     assert (same.differing, same.queries, same.worst_gap) == (0, 0, 0.0)
     assert repr(same) == "selections agree in all 200 slots"
 
@@ -587,9 +589,9 @@ def test_selections_that_differ_by_rounding_differ_at_the_last_score() -> None:
     q, k, weights = (torch.randn(s, generator=random) for s in ((64, 2, 8), (64, 8), (64, 2)))
     k = k[:8].repeat(8, 1)  # eight keys each of equal scores
     noisy = k * (1 + 1e-6 * torch.randn(k.shape, generator=random))
-    a, b = (longspan.select_keys(q, keys, weights, slots=9) for keys in (k, noisy))
+    a, b = (longspan.dsa.select_keys(q, keys, weights, slots=9) for keys in (k, noisy))
     assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    found = longspan.compare_selections(a, b, q, k, weights)
+    found = longspan.dsa.compare_selections(a, b, q, k, weights)
     assert found.differing > 0 and found.queries > 0 and found.worst_gap < 1e-6
     assert found.per_query.sum() == found.differing
     assert "selections differ in" in repr(found) and "worst gap" in repr(found)
@@ -597,7 +599,7 @@ def test_selections_that_differ_by_rounding_differ_at_the_last_score() -> None:
     best = torch.ops.longspan.score_selected(q, k, weights, a)[63].argmax()
     wrong = a.clone()
     wrong[63, best] = -1
-    found = longspan.compare_selections(a, wrong, q, k, weights)
+    found = longspan.dsa.compare_selections(a, wrong, q, k, weights)
     assert (found.differing, found.queries, found.worst_query) == (1, 1, 63)
     assert found.worst_gap > 1e-3
     assert found.per_query.tolist() == [0] * 63 + [1]
@@ -614,7 +616,7 @@ def test_ranks_compare_their_own_queries() -> None:
     def body(group: Group) -> tuple[int, int]:
         tokens = owners.tokens_of(group.rank())
         mine = (t[tokens] for t in (a, b, inputs.index_q, inputs.index_k, inputs.weights))
-        found = longspan.compare_selections(*mine, layout=owners, group=group)
+        found = longspan.dsa.compare_selections(*mine, layout=owners, group=group)
         return found.differing, found.queries
 
     assert run_ranks(2, body) == [(6, 2), (0, 0)]
@@ -668,13 +670,13 @@ def test_two_processes_pass_opcheck_and_compile_once_for_every_length() -> None:
 def test_one_rank_compiles_without_group_or_layout() -> None:
     def layers(q: torch.Tensor, kv: torch.Tensor, *indexer: torch.Tensor) -> torch.Tensor:
         index_q, index_k, weights = indexer
-        found = longspan.select_and_attend(
+        found = longspan.dsa.select_and_attend(
             q, kv, *indexer, slots=3, scale=SCALE, scores=True, target=True
         )
         assert found.scores is not None and found.target is not None
-        lists = longspan.select_keys(index_q, index_k, weights, slots=2)
-        again = longspan.attend_selected(found.out, kv, lists, scale=SCALE)
-        return again.sum() + longspan.index_loss(found.scores, found.target).sum()
+        lists = longspan.dsa.select_keys(index_q, index_k, weights, slots=2)
+        again = longspan.dsa.attend_selected(found.out, kv, lists, scale=SCALE)
+        return again.sum() + longspan.dsa.index_loss(found.scores, found.target).sum()
 
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (12, 20):
@@ -687,7 +689,7 @@ def test_one_rank_compiles_without_group_or_layout() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("fetch", longspan.FETCHES)
+@pytest.mark.parametrize("fetch", longspan.dsa.FETCHES)
 def test_autocast_casts_tokens_and_keeps_weights(fetch: str) -> None:
     owners = Ownership.head_tail(16, 2)
 
@@ -696,9 +698,9 @@ def test_autocast_casts_tokens_and_keeps_weights(fetch: str) -> None:
         options: dict[str, Any] = {"slots": 3, "scale": SCALE, "layout": owners,
                                    "group": group, "fetch": fetch, "scores": True}  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16):
-            found = longspan.select_and_attend(*tensors, **options)
+            found = longspan.dsa.select_and_attend(*tensors, **options)
         half = [t.detach().bfloat16() for t in tensors[:4]]
-        plain = longspan.select_and_attend(*half, tensors[4], **options)
+        plain = longspan.dsa.select_and_attend(*half, tensors[4], **options)
         assert found.out.dtype == torch.bfloat16 and found.scores is not None
         assert torch.equal(found.out, plain.out) and torch.equal(found.indices, plain.indices)
         grads = torch.autograd.grad(found.out.sum() + found.scores.exp().sum(), tensors)
@@ -715,7 +717,7 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "selections" in capsys.readouterr().out
     tokens = [Ownership.head_tail(64, 4).tokens_of(rank) for rank in range(4)]
     for share, held in zip(names["shares"], tokens, strict=True):
-        one = longspan.select_and_attend(
+        one = longspan.dsa.select_and_attend(
             *(names[name] for name in ("q", "kv", "index_q", "index_k", "weights")),
             slots=16, scale=32**-0.5,
         )  # fmt: skip
@@ -781,7 +783,7 @@ def test_refuses_before_anything_is_sent(changed: dict[str, Any], message: str) 
             "layout": OWNERS, "group": group,
         }  # fmt: skip
         with pytest.raises(ValueError) as raised:
-            longspan.select_and_attend(**(arguments | changed))
+            longspan.dsa.select_and_attend(**(arguments | changed))
         assert str(raised.value) == message.replace("RANK", str(group.rank()))
         assert group.sent_bytes == 0
 
@@ -791,13 +793,13 @@ def test_refuses_before_anything_is_sent(changed: dict[str, Any], message: str) 
 def test_refuses_a_second_derivative_and_two_layouts() -> None:
     q, kv = zeros(8, 4, 6).requires_grad_(), zeros(8, 6)
     lists = zeros(8, 2, dtype=torch.int)
-    out = longspan.attend_selected(q, kv, lists, scale=SCALE)
+    out = longspan.dsa.attend_selected(q, kv, lists, scale=SCALE)
     assert isinstance(out, torch.Tensor)
     with pytest.raises(RuntimeError, match=r"^attend_selected: there is no second derivative"):
         torch.autograd.grad(out, q, torch.ones_like(out), create_graph=True)
     layout = longspan.AttentionLayout(Ownership.contiguous(8, 1))
-    with pytest.raises(ValueError, match="already holds mask and ownership"):
-        longspan.attend_selected(
+    with pytest.raises(ValueError, match="already holds mask and owners"):
+        longspan.dsa.attend_selected(
             q, kv, lists, scale=SCALE, attention=layout, layout=Ownership.contiguous(8, 1)
         )
 
@@ -808,15 +810,15 @@ def test_lists_and_logs_are_checked_before_anything_is_sent() -> None:
         q, kv, lists = zeros(8, 4, 6), zeros(8, 6), zeros(8, 2, dtype=torch.int)
         index = (zeros(8, 2, 3), zeros(8, 3), zeros(8, 2))
         calls: list[tuple[Callable[[], Any], str]] = [
-            (lambda: longspan.score_selected(*index, lists[1:], **where),
+            (lambda: longspan.dsa.score_selected(*index, lists[1:], **where),
              "score_selected: `indices` is int32 [7, 2] but `q` float32 [8, 2, 3]; "
              "expected int32 or int64 [Tq, slots] after as many rows"),
-            (lambda: longspan.attend_selected(q, kv, lists.float(), scale=SCALE, **where),
+            (lambda: longspan.dsa.attend_selected(q, kv, lists.float(), scale=SCALE, **where),
              "attend_selected: `indices` is float32 [8, 2]; expected int32 or int64"),
-            (lambda: longspan.selected_weights(q, kv, lists, zeros(8), scale=SCALE, **where),
+            (lambda: longspan.dsa.selected_weights(q, kv, lists, zeros(8), scale=SCALE, **where),
              "selected_weights: `lse` is float32 [8] but `q` float32 [8, 4, 6]; "
              "expected what attend_selected returned"),
-            (lambda: longspan.select_keys(*index, slots=3, start=lists[:, 0], **where),
+            (lambda: longspan.dsa.select_keys(*index, slots=3, start=lists[:, 0], **where),
              "select_keys: one of `start` and `end` is missing; give both or none"),
         ]  # fmt: skip
         for call, message in calls:
@@ -828,12 +830,12 @@ def test_lists_and_logs_are_checked_before_anything_is_sent() -> None:
     run_ranks(2, body, timeout=5)
 
 
-@pytest.mark.parametrize("fetch", longspan.FETCHES)
+@pytest.mark.parametrize("fetch", longspan.dsa.FETCHES)
 def test_ranks_with_different_owners_of_equal_sizes_end_in_time(fetch: str) -> None:
     def body(group: Group) -> str:
         owners = Ownership.head_tail(16, 2) if group.rank() else Ownership.contiguous(16, 2)
         with pytest.raises(RuntimeError) as raised:
-            longspan.select_and_attend(
+            longspan.dsa.select_and_attend(
                 *drawn(owners, group), slots=3, scale=SCALE, layout=owners, group=group,
                 fetch=fetch,
             )  # fmt: skip

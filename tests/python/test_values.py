@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from longspan.values import TokenRange, TokenTable
 
 import longspan
-from longspan import Mask, Ownership, Packing, TokenRange, TokenTable
+from longspan import Mask, Ownership, Packing
 
 MOST = 2**63 - 1
 
@@ -195,7 +196,7 @@ class TestMask:
         for mask in masks:
             if seeing:
                 mask = mask.with_seeing_pads()
-            begin, end = longspan.key_windows(mask)
+            begin, end = longspan.values.key_windows(mask)
             assert begin.dtype == end.dtype == torch.int32
             for query in range(mask.queries):
                 keys = [k for k in range(mask.keys) if mask.allows(query, k)]
@@ -205,7 +206,7 @@ class TestMask:
     def test_windows_of_a_share_are_those_of_its_tokens(self) -> None:
         packing = Packing.of([5, 9], [8, 16])
         mask = Mask.causal(packing)
-        begin, end = longspan.key_windows(mask)
+        begin, end = longspan.values.key_windows(mask)
         for ownership in (
             Ownership.head_tail(24, 2),
             Ownership.per_document_head_tail(packing, 2),
@@ -213,13 +214,13 @@ class TestMask:
         ):
             for rank in range(ownership.ranks):
                 share = ownership.tokens_of(rank)
-                local_begin, local_end = longspan.key_windows(mask, ownership, rank)
+                local_begin, local_end = longspan.values.key_windows(mask, ownership, rank)
                 assert torch.equal(local_begin, begin[share])
                 assert torch.equal(local_end, end[share])
 
     def test_windows_of_huge_streams_are_64_bit(self) -> None:
         mask = Mask.causal(Packing.of([2**31, 4]))
-        begin, end = longspan.key_windows(mask, Ownership.of_sizes([2**31, 4]), 1)
+        begin, end = longspan.values.key_windows(mask, Ownership.of_sizes([2**31, 4]), 1)
         assert begin.dtype == torch.int64
         assert begin.tolist() == [2**31] * 4
         assert end.tolist() == [2**31 + i for i in range(1, 5)]
@@ -242,20 +243,28 @@ class TestMask:
             (lambda m: m.pairs((0, 9), (0, 1)), ".", ValueError),
             (lambda m: m.coverage((0, 1), (-1, 1)), ".", ValueError),
             (lambda m: m.reach((5, 9)), ".", ValueError),
-            (lambda m: longspan.key_windows(m, Ownership.contiguous(8, 2), 1), "of 7", ValueError),
             (
-                lambda m: longspan.key_windows(m, rank=1),
+                lambda m: longspan.values.key_windows(m, Ownership.contiguous(8, 2), 1),
+                "of 7",
+                ValueError,
+            ),
+            (
+                lambda m: longspan.values.key_windows(m, rank=1),
                 "an ownership and a rank, or neither",
                 ValueError,
             ),
             (
-                lambda m: longspan.key_windows(m, Ownership.contiguous(7, 1)),
+                lambda m: longspan.values.key_windows(m, Ownership.contiguous(7, 1)),
                 "or neither",
                 ValueError,
             ),
-            (lambda m: longspan.key_windows(m.with_hidden([(1, 2)])), "key_windows", ValueError),
-            (lambda m: longspan.work_of(m, Ownership.contiguous(8, 2), 0), ".", ValueError),
-            (lambda m: longspan.tiles(m, Ownership.contiguous(7, 1), 0, 1), ".", ValueError),
+            (
+                lambda m: longspan.values.key_windows(m.with_hidden([(1, 2)])),
+                "key_windows",
+                ValueError,
+            ),
+            (lambda m: longspan.values.work_of(m, Ownership.contiguous(8, 2), 0), ".", ValueError),
+            (lambda m: longspan.values.tiles(m, Ownership.contiguous(7, 1), 0, 1), ".", ValueError),
         ],
     )
     def test_refuses(self, call: Any, message: str, error: Any) -> None:

@@ -50,18 +50,18 @@ for op, arguments in cases:
 
 
 def model(x: torch.Tensor) -> torch.Tensor:
-    full = longspan.all_gather_tokens(x, axis=1, sizes=sizes, group=cp)
-    part = longspan.reduce_scatter_tokens(full * full, axis=1, sizes=sizes, group=cp)
-    turned = longspan.all_to_all_heads(
+    full = longspan.comm.all_gather_tokens(x, axis=1, sizes=sizes, group=cp)
+    part = longspan.comm.reduce_scatter_tokens(full * full, axis=1, sizes=sizes, group=cp)
+    turned = longspan.comm.all_to_all_heads(
         part, token_axis=1, head_axis=2, token_sizes=sizes, head_sizes=heads, group=cp
     )
-    back = longspan.all_to_all_tokens(
+    back = longspan.comm.all_to_all_tokens(
         turned, token_axis=1, head_axis=2, token_sizes=sizes, head_sizes=heads, group=cp
     )
-    rolled = longspan.roll(back, 1, axis=1, sizes=sizes, group=cp)
-    away = longspan.rotate(rolled, 1, axis=1, sizes=sizes, group=cp)
-    home = longspan.rotate(away, -1, axis=1, sizes=sizes[::-1], group=cp)
-    return longspan.exchange_needed(home, sends, axis=1, group=cp, received=received)
+    rolled = longspan.comm.roll(back, 1, axis=1, sizes=sizes, group=cp)
+    away = longspan.comm.rotate(rolled, 1, axis=1, sizes=sizes, group=cp)
+    home = longspan.comm.rotate(away, -1, axis=1, sizes=sizes[::-1], group=cp)
+    return longspan.comm.exchange_needed(home, sends, axis=1, group=cp, received=received)
 
 
 def answer(function):
@@ -75,9 +75,9 @@ eager = answer(model)
 compiled = answer(torch.compile(model, fullgraph=True, backend="aot_eager"))
 assert all(map(torch.equal, eager, compiled))
 
-longspan.agree(cp, {"ids": torch.arange(5), "step": 3})
+longspan.comm.agree(cp, {"ids": torch.arange(5), "step": 3})
 try:
-    longspan.agree(cp, {"ids": torch.arange(5) + rank, "step": 3})
+    longspan.comm.agree(cp, {"ids": torch.arange(5) + rank, "step": 3})
 except ValueError as error:
     assert "different `ids` (rank 1 differs from rank 0)" in str(error)
 else:

@@ -22,7 +22,7 @@ def gather(who: str, tensor: Tensor, dim: int, group: Any) -> Tensor:
     axis = check_axis(who, tensor_at(who, "tensor", tensor), dim)
     ranks = longspan.Group.of(group)
     sizes = [tensor.shape[axis]] * ranks.size()
-    return longspan.all_gather_tokens(tensor, axis=axis, sizes=sizes, group=ranks)
+    return longspan.comm.all_gather_tokens(tensor, axis=axis, sizes=sizes, group=ranks)
 
 
 def gather_activations(who: str, tensor: Tensor, dim: int, group: Any) -> Tensor:

@@ -235,7 +235,7 @@ def test_lists_and_attention_are_dense_attention_with_a_mask():
     seen = (key <= position) & (position - key < 3)
     seen = torch.cat([seen, torch.arange(pools) < (position + 1) // 4], -1)
     keys = kv.unsqueeze(1)
-    dense = longspan.attend_dense(
+    dense = longspan.testing.attend_dense(
         q.transpose(1, 2), keys, keys, mask=seen, sink=sinks, scale=0.4
     ).transpose(1, 2)
     assert torch.allclose(out, dense)

@@ -141,7 +141,7 @@ def test_windows_are_those_that_the_library_makes_on_the_device() -> None:
             (_nemo.padded_windows(cu, padded), (cu, padded)),
             (_nemo.compact_windows(padded), (padded, None)),
         ):
-            got = longspan.document_windows(*made, tokens=tokens)
+            got = longspan.dsa.document_windows(*made, tokens=tokens)
             assert [t.tolist() for t in got] == [t.tolist() for t in host]
 
 

@@ -121,7 +121,7 @@ def build_dsv4_sparse_topk_indices(
         compress_ratio = _count(who, "compress_ratio", compress_ratio, 1)
     positions = _positions(who, q_positions, batch_size, seq_len, device)
     with renamed(queries="q_positions", chosen="compressed_topk"):
-        lists = longspan.window_lists(
+        lists = longspan.dsa.window_lists(
             positions,
             # Without pools behind them, keys end where the list's keys end.
             keys=vanilla if pools else max(vanilla, key_len),
@@ -260,7 +260,7 @@ def dsv4_indexer_scores(
         end = torch.ops.longspan.ended_pools(at, ratio).expand(rows, -1)
         start = torch.zeros_like(end)
     with renamed(k="pooled_kv"):
-        return longspan.index_scores(queries, keys, scaled, start=start, end=end)
+        return longspan.dsa.index_scores(queries, keys, scaled, start=start, end=end)
 
 
 @public

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from longspan import AttentionLayout, Group, Mask, Ownership, Packing, all_gather_tokens
+from longspan import AttentionLayout, Group, Mask, Ownership, Packing
+from longspan.comm import all_gather_tokens
 from longspan.compat.nemo._batch import check_row_matrix
 from longspan.compat.nemo._strict import is_strict
 

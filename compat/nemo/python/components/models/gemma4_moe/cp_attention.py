@@ -20,7 +20,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from longspan import _C, Group, attend, rotate
+from longspan import _C, Group, attend
+from longspan.comm import rotate
 from longspan.compat.nemo._batch import Mesh, check_rank, cp_rank, mesh_size, shape_of, tensor_at
 from longspan.compat.nemo._edge import public
 from longspan.compat.nemo._strict import is_strict

@@ -236,7 +236,7 @@ def _windows(
         slots = None if cu_seqlens_padded is cu_seqlens else cu_seqlens_padded
         if slots is not None:
             slots = _offsets(who, "cu_seqlens_padded", slots).to(cu_seqlens.device)
-        return longspan.document_windows(
+        return longspan.dsa.document_windows(
             _offsets(who, "cu_seqlens", cu_seqlens), slots, tokens=stream.shape[0]
         )
     if (

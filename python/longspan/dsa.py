@@ -18,7 +18,26 @@ from longspan import _C
 from longspan._attention import AttentionLayout, attention_tensor, ownership_of
 from longspan._group import Group, ranks_of
 
+__all__ = [
+    "FETCHES",
+    "SelectedAnswer",
+    "attend_selected",
+    "compare_selections",
+    "document_windows",
+    "index_loss",
+    "index_scores",
+    "rotate_channels",
+    "score_selected",
+    "select_and_attend",
+    "select_keys",
+    "selected_weights",
+    "top_keys",
+    "window_lists",
+]
+
+#: Ways for selected keys to reach their queries.
 FETCHES = ("gathered", "needed")
+_PAIRS = ("interleaved", "halves")
 
 
 class SelectedAnswer(NamedTuple):
@@ -270,34 +289,83 @@ def compare_selections(
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
 
-def which_selected_kernel(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
+def rotate_channels(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     *,
-    value_dim: int | None = None,
-    work: str = "forward",
-) -> str:
-    """Which kernel computes `attend_selected` of such tensors on one rank, and why a
-    faster one does not: "amx", "hopper", "ampere, not hopper: elements are not
-    bfloat16". "torch" stands for its operators on some queries at a time. `work` is
-    "forward", "backward" or "weights" (`selected_weights`)."""
-    return _C.which_selected_kernel(q, kv, indices, 0 if value_dim is None else value_dim, work)
+    first: int = 0,
+    pairs: str = "interleaved",
+    inverse: bool = False,
+) -> torch.Tensor:
+    """Rotary positions on ``2 * cos.shape[-1]`` channels of `x`, from `first` on.
+
+    A negative `first` counts from the end. `pairs` says which two channels turn
+    together: neighbours, or the same place in both halves. `cos` and `sin`
+    broadcast to the other axes of `x`; keep them in float32, the rotation is
+    computed there (float64 for float64) and rounded once. `inverse` turns back.
+    """
+    if pairs not in _PAIRS:
+        raise ValueError(
+            f"rotate_channels: no pairs {pairs!r}; there are {' and '.join(map(repr, _PAIRS))}"
+        )
+    rotated: torch.Tensor = torch.ops.longspan.rotate_channels(
+        x, cos, sin, first, pairs == "interleaved", inverse
+    )
+    return rotated
 
 
-def which_indexer_kernel(
+def document_windows(
+    cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None = None, *, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal key windows [start, end) of a stream of documents, int32 [tokens].
+
+    Made where the offsets are, without a read to the host, so once a batch is
+    enough. Tokens behind the last document see only themselves.
+    """
+    start, end = torch.ops.longspan.document_windows(cu_seqlens, cu_seqlens_padded, tokens)
+    return start, end
+
+
+def window_lists(
+    queries: torch.Tensor,
+    *,
+    keys: int,
+    window: int,
+    pools: int = 0,
+    ratio: int = 0,
+    chosen: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The keys of each query: a sliding window, then compressed keys behind it.
+
+    `queries` [B, T] are tokens of the whole stream, which has `keys` of them; key
+    ``keys + p`` stands for ``ratio`` tokens from ``p * ratio`` on. All pools that
+    ended, or those of `chosen` [B, T, slots]. `mask` [B, T, keys + pools] hides
+    what is false or below 0. -1 = empty slot.
+    """
+    lists: torch.Tensor = torch.ops.longspan.window_lists(
+        queries, keys, window, pools, ratio, chosen
+    )
+    if mask is not None:
+        lists = torch.ops.longspan.hide_listed(lists, mask)
+    return lists
+
+
+def index_scores(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: torch.Tensor,
     *,
-    slots: int,
-    work: str = "select",
-) -> str:
-    """Which kernel computes an indexer's work on such tensors on one rank, and why a
-    faster one does not: "hopper", "ampere, not hopper: no kernel for 24 heads of 128
-    channels". `work` is "select" (`select_keys`), "score" (`score_selected`) or
-    "score_backward", its derivative."""
-    return _C.which_indexer_kernel(q, k, weights, slots, work)
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The lightning indexer's score of every key, [Tq, Tk], differentiable.
+
+    Keys outside a query's window [start, end) get -inf.
+    """
+    scores: torch.Tensor = torch.ops.longspan.index_scores(q, k, weights, start, end)
+    return scores
 
 
 def _attention(

@@ -1,0 +1,125 @@
+"""The public names, by module. A name more or fewer is a decision: write it down here."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import pytest
+
+import longspan
+
+TOP = [
+    "AttentionLayout",
+    "Group",
+    "Mask",
+    "Ownership",
+    "Packing",
+    "Plan",
+    "Strategy",
+    "__version__",
+    "attend",
+    "check_parity",
+    "clip_grad_norm",
+    "draw",
+    "explain",
+    "leak_probe",
+    "parallelize",
+    "plan",
+    "reduce_loss",
+    "restore",
+    "run_ranks",
+    "seed_ranks",
+    "shard",
+    "sum_gradients",
+    "unshard",
+    "which_kernel",
+]
+
+MODULES = {
+    "comm": [
+        "LostPeer",
+        "agree",
+        "all_gather_tokens",
+        "all_to_all_heads",
+        "all_to_all_tokens",
+        "exchange_needed",
+        "needed_table",
+        "rank_seed",
+        "received_ranges",
+        "reduce_scatter_tokens",
+        "return_needed",
+        "roll",
+        "rotate",
+        "seeded_ranks",
+    ],
+    "dsa": [
+        "FETCHES",
+        "SelectedAnswer",
+        "attend_selected",
+        "compare_selections",
+        "document_windows",
+        "index_loss",
+        "index_scores",
+        "rotate_channels",
+        "score_selected",
+        "select_and_attend",
+        "select_keys",
+        "selected_weights",
+        "top_keys",
+        "window_lists",
+    ],
+    "testing": ["attend_dense", "kernel_levels", "merge"],
+    "values": [
+        "Cut",
+        "LocalBatch",
+        "NamedLayout",
+        "PackedBatch",
+        "Picture",
+        "RankWork",
+        "TokenRange",
+        "TokenTable",
+        "cumulative_lengths",
+        "cumulative_padded_lengths",
+        "document_ids",
+        "draw_plan",
+        "key_windows",
+        "named_layouts",
+        "pack",
+        "pad",
+        "padding_mask",
+        "position_ids",
+        "shard_chunks",
+        "tiles",
+        "work_of",
+        "work_per_rank",
+    ],
+}
+
+
+def test_the_top() -> None:
+    assert sorted(longspan.__all__) == sorted([*TOP, *MODULES])
+    # Whoever imported the drop-in sees that too.
+    seen = {name for name in dir(longspan) if not name.startswith("_")} - {"compat"}
+    assert seen == {*TOP, *MODULES} - {"__version__"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module(name: str) -> None:
+    module = getattr(longspan, name)
+    assert sorted(module.__all__) == sorted(MODULES[name])
+    made_here = {
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    }
+    assert made_here <= set(module.__all__)
+
+
+def test_everything_public_says_what_it_is() -> None:
+    for name, names in {"": TOP, **MODULES}.items():
+        module = getattr(longspan, name) if name else longspan
+        for key in names:
+            value = getattr(module, key)
+            if inspect.isclass(value) or isinstance(value, types.FunctionType):
+                assert value.__doc__, f"{name}.{key} has no docstring"
