@@ -9,7 +9,7 @@ namespace longspan {
 
 namespace {
 
-constexpr std::array kLayouts{
+constexpr std::array kNamedLayouts{
     NamedLayout{"head-tail", OwnershipKind::head_tail, Form::rows},
     NamedLayout{"contiguous-rows", OwnershipKind::contiguous, Form::rows},
     NamedLayout{"contiguous-stream", OwnershipKind::contiguous, Form::stream},
@@ -31,12 +31,12 @@ Form form_named(std::string_view who, std::string_view name) {
 }
 
 std::span<const NamedLayout> named_layouts() {
-  return kLayouts;
+  return kNamedLayouts;
 }
 
 const NamedLayout& layout_named(std::string_view who, std::string_view name) {
   std::string names;
-  for (const NamedLayout& layout : kLayouts) {
+  for (const NamedLayout& layout : kNamedLayouts) {
     if (layout.name == name) return layout;
     names += join(names.empty() ? "" : ", ", layout.name);
   }

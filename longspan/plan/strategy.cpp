@@ -9,13 +9,13 @@ namespace longspan {
 
 namespace {
 
-constexpr std::array<std::string_view, 5> kNames{
+constexpr std::array<std::string_view, 5> kStrategyNames{
     "ring", "gathered", "needed", "head_parallel", "head_parallel_ring"};
 
 }  // namespace
 
 std::span<const std::string_view> Strategy::names() {
-  return kNames;
+  return kStrategyNames;
 }
 
 Strategy Strategy::named(std::string_view name, int head_ranks) {
