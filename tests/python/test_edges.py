@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from longspan.values import TokenRange
 from torch.utils.data import DataLoader
 
 import longspan
 from longspan import Mask, Ownership, Packing
+from longspan.values import TokenRange
 
 LAYOUTS = [layout.name for layout in longspan.values.named_layouts()]
 PACKING = Packing.of([5, 0, 3], [6, 2, 4], 16)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from longspan.values import LocalBatch
 from torch import Tensor, nn
 
 import longspan
 from longspan import AttentionLayout, Group, Mask, Ownership, Packing, run_ranks
+from longspan.values import LocalBatch
 
 FORMS = {layout.name: layout.form for layout in longspan.values.named_layouts()}
 LAYOUTS = list(FORMS)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from longspan.values import LocalBatch
 from torch import Tensor
 
 import longspan
 from longspan import Group, Ownership, run_ranks
+from longspan.values import LocalBatch
 
 pytest.importorskip("transformers")
 

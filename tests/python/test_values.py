@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from longspan.values import TokenRange, TokenTable
 
 import longspan
 from longspan import Mask, Ownership, Packing
+from longspan.values import TokenRange, TokenTable
 
 MOST = 2**63 - 1
 
