@@ -9,6 +9,7 @@
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
 #include "longspan/core/multiple.h"
+#include "longspan/core/named_layout.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 #include "longspan/core/padding.h"

@@ -147,6 +147,12 @@ std::string counted(int64_t count, const char* what) {
   return join(count, " ", what, count == 1 ? "" : "s");
 }
 
+std::string words_of(const Ownership& ownership) {
+  return ownership.kind() == OwnershipKind::ranges
+             ? "uneven"
+             : std::string(to_string(ownership.kind()));
+}
+
 std::string words_of(const Mask& mask) {
   if (mask.ratio() > 0) return join("compressed ", mask.ratio(), ":1");
   const Band band = mask.band();

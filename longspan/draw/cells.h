@@ -42,6 +42,9 @@ std::string counted(int64_t count, const char* what);
 /// "causal", "sliding window of 8 keys" and so on.
 std::string words_of(const Mask& mask);
 
+/// "head-tail", "uneven" and so on.
+std::string words_of(const Ownership& ownership);
+
 /// Throws unless mask and ownership are of one stream that can be drawn, and
 /// the options ask for something.
 void check_together(const char* who, const Mask& mask,

@@ -13,21 +13,15 @@ Panel only_panel(Picture picture) {
   return std::move(picture.rows.front().front().front());
 }
 
-std::string name_of(const Ownership& ownership) {
-  return ownership.kind() == OwnershipKind::ranges
-             ? "uneven"
-             : std::string(to_string(ownership.kind()));
-}
-
 /// One side of a comparison: the stream alone, the mask, the bars.
 Picture side(const Mask& mask, const Ownership& ownership,
              const DrawOptions& options) {
   Picture picture;
-  picture.title = name_of(ownership);
+  picture.title = words_of(ownership);
   picture.description = ownership.to_string() + ".";
   Panel owners = only_panel(draw_ownership(ownership, mask.packing(), options));
   auto& strips = std::get<Strips>(owners);
-  strips.heading = name_of(ownership);
+  strips.heading = words_of(ownership);
   strips.strips.resize(1);
   strips.strips[0].label.clear();
   strips.strips[0].note.clear();
@@ -46,7 +40,7 @@ Picture draw(const Mask& mask, const Ownership& ownership,
   Picture picture;
   picture.title = join(counted(ownership.tokens(), "token"), " over ",
                        counted(ownership.ranks(), "rank"), ", ",
-                       name_of(ownership), ", ", words_of(mask));
+                       words_of(ownership), ", ", words_of(mask));
   picture.description =
       join("Who owns which token, who computes what at which ring step, and ",
            "the work of each rank. ", ownership.to_string(), ", ",
@@ -71,7 +65,7 @@ Picture draw_comparison(const Mask& mask, const Ownership& left,
       beside(side(mask, left, options), side(mask, right, options));
   picture.title = join(counted(left.tokens(), "token"), " over ",
                        counted(left.ranks(), "rank"), ", ", words_of(mask),
-                       ": ", name_of(left), " and ", name_of(right));
+                       ": ", words_of(left), " and ", words_of(right));
   picture.description =
       join("Who owns which token, who computes what, and the work of each ",
            "rank, for two ownerships side by side. ", left.to_string(), ", ",

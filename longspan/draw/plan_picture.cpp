@@ -47,12 +47,6 @@ Plan plan_of(const AttentionLayout& layout, const Strategy& strategy,
   return Plan::of(layout, strategy, rank, std::ssize(layout.masks));
 }
 
-std::string name_of(const Ownership& ownership) {
-  return ownership.kind() == OwnershipKind::ranges
-             ? "uneven"
-             : std::string(to_string(ownership.kind()));
-}
-
 std::string name_of(const Strategy& strategy, int ranks) {
   if (strategy.head_ranks == ranks && ranks > 1) return "head_parallel";
   if (strategy.head_ranks == 1 || strategy.transport != KeyTransport::ring) {
@@ -63,9 +57,10 @@ std::string name_of(const Strategy& strategy, int ranks) {
 
 std::string stream_words(const AttentionLayout& layout) {
   const Ownership& ownership = layout.ownership;
-  std::string words = join(counted(ownership.tokens(), "token"), " over ",
-                           counted(ownership.ranks(), "rank"), ", ",
-                           name_of(ownership), ", ", words_of(layout.masks[0]));
+  std::string words =
+      join(counted(ownership.tokens(), "token"), " over ",
+           counted(ownership.ranks(), "rank"), ", ", words_of(ownership), ", ",
+           words_of(layout.masks[0]));
   if (layout.masks.size() > 1) {
     words += join(" and ", counted(std::ssize(layout.masks) - 1, "other mask"));
   }
