@@ -163,7 +163,7 @@ def top_rows(wanted: float | None) -> list[Row]:
 
 
 def rows_of(kernels: str, build: pathlib.Path) -> list[Row]:
-    """The same by another level, which a process reads once."""
+    """The rows of another level, from a process of its own: a level is read once."""
     done = subprocess.run(
         [sys.executable, __file__, build, "--json"],
         env=os.environ | {"LONGSPAN_CPU_KERNEL": kernels, ALONE: "1"},

@@ -249,7 +249,7 @@ class Call:
         self.out, self.lse = self.forward()
 
     def some(self, queries: torch.Tensor) -> Call:
-        """The same for some queries, in double precision."""
+        """This call for some queries, in double precision."""
         part = object.__new__(Call)
         part.q, part.dout = self.q[queries].double(), self.dout[queries].double()
         part.kv = self.kv.double()

@@ -36,7 +36,7 @@ void time_select(bool all) {
     Device<uint8_t> workspace(hopper::select_keys_workspace(args));
     const double ms =
         time_ms([&] { hopper::select_keys(args, workspace.data, nullptr); }, 5);
-    // The same from a graph.
+    // The call from a CUDA graph.
     cudaStream_t stream;
     cudaStreamCreate(&stream);
     cudaGraph_t graph;

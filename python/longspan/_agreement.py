@@ -12,10 +12,11 @@ from longspan._group import Group, agree
 
 
 class Agreement:
-    """Comparisons over a group, in a ``with`` that covers all that may be refused
-    before the first: a rank that raises first tells the others, which would wait for it.
+    """Comparisons over a group, as a ``with`` block around everything that may raise
+    before the first comparison: a rank that raises tells the others, which would
+    otherwise wait for it.
 
-    Without a group, or with one rank, there is nobody to compare with."""
+    Without a group, or with one rank, nothing is compared."""
 
     def __init__(self, who: str, group: Group | None, wanted: bool = True) -> None:
         self._who = who
@@ -47,6 +48,6 @@ class Agreement:
         refused = isinstance(error, (ValueError, TypeError, NotImplementedError))
         if self._group is None or self._begun or not refused:
             return
-        # That the others did not refuse is no news here.
+        # This rank raises anyway, whether or not the others did.
         with contextlib.suppress(ValueError):
             agree(self._group, {f"{self._who} refused": True})

@@ -28,9 +28,9 @@ def clip_grad_norm(
 
     Takes a module or parameters, after `sum_gradients`: plain gradients are then
     equal on all ranks of the group, and those of fully_shard (DTensors) are pieces
-    of one, whose norms are put together over their mesh. With a `group` gradients
-    that were not summed are refused; nothing else needs it. Norms are taken in
-    float32 for half types. `max_norm` inf measures only.
+    of one, whose norms are combined over their mesh. With a `group`, gradients that
+    were not summed are refused; `group` serves nothing else. Norms are taken in
+    float32 for half types. `max_norm` inf only measures.
     """
     named = _named_gradients(model)
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -124,7 +124,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, one_by_one: bool) -> Tens
 
 
 def _norm(parts: Sequence[Tensor], order: float, dtype: torch.dtype, one_by_one: bool) -> Tensor:
-    """The norm of what lies here, as of one vector."""
+    """The norm of the gradients on this rank, as of one vector."""
     home = parts[0].device
     norms: list[Tensor] = []
     for _, some in _by_device([part for part in parts if part.numel()]):

@@ -2,7 +2,7 @@
 
 Backward on every rank of a group gives gradients that **sum** over the group to
 those of one rank. Wrappers for data parallelism average instead, over ranks of
-their own; `sum_gradients` makes up for what they did.
+their own; `sum_gradients` corrects for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longspan.comm import all_gather_tokens, reduce_scatter_tokens
 
 # What a parameter's gradient needs.
 _ADD, _SCALE, _LEAVE = "add", "scale", "leave"
-# What a rank says about a gradient that it has or has not.
+# What a rank reports about a gradient that it has or lacks.
 _MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
 
 
@@ -40,9 +40,9 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     is their mean for DistributedDataParallel and fully_shard.
 
     Every rank of the group calls it once a step, after the last backward and before
-    clipping; with several backwards, gradients add up before. A second call without
-    new gradients is refused. Parameters without a gradient here that have one on
-    another rank get it. Sums are taken in the order of the ranks, in float32 for
+    clipping; gradients of several backward passes add up first. A second call without
+    new gradients is refused. A parameter that has a gradient on another rank only gets
+    it here too. Sums are taken in the order of the ranks, in float32 for
     half types, `bucket_bytes` at a time, and repeat bit for bit.
     """
     if not isinstance(model, nn.Module):
@@ -184,13 +184,13 @@ def _agree_on_states(
 
 
 def _dtype(one: Trained) -> torch.dtype:
-    """What its gradient is made of; that may be told since torch 2.12."""
+    """The dtype of its gradient, which torch lets users choose since 2.12."""
     told: torch.dtype | None = getattr(one.parameter, "grad_dtype", None)
     return told or one.parameter.dtype
 
 
 def _shape(one: Trained, way: str) -> torch.Size:
-    """What must be the same on all ranks: shards differ where they are of one whole."""
+    """The shape that must be equal on all ranks: that of the whole for a shard."""
     return local_part(one.parameter).shape if way == _ADD else one.parameter.shape
 
 
@@ -231,7 +231,7 @@ def mark_of(grad: Tensor) -> int | None:
 
 
 def mark(grads: Iterable[Tensor]) -> None:
-    """Once all of them are written: tensors in one buffer count writes together."""
+    """Marks gradients once all are written: tensors in one buffer share a write count."""
     for grad in grads:
         grad._longspan_summed = version_of(grad)  # type: ignore[attr-defined]
 

@@ -26,8 +26,8 @@ _names = itertools.count()
 class Group(_C.Group):
     """The ranks that hold one sequence together; ``Group()`` is one rank alone.
 
-    Torch keeps its process group, this does not: once that was destroyed,
-    communication raises and everything else still answers.
+    Does not keep its process group alive: once torch has destroyed that, communication
+    raises and everything else still answers.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -103,12 +103,12 @@ _ALONE = Group()
 
 
 def ranks_of(group: Any) -> Group:
-    """What an entrance was given as its group, as one; None is one rank alone."""
+    """The `group` argument of a public function as a Group; None is one rank alone."""
     return _ALONE if group is None else Group.of(group)
 
 
 def agree(group: Any, fields: Mapping[str, Any]) -> None:
-    """Checks that all ranks were given the same. Fields are tensors, a Packing, an
+    """Checks that all ranks were given equal fields: tensors, a Packing, an
     Ownership, bytes, or anything with a stable ``repr``; ValueError on every rank
     names those that differ. Every rank must call it."""
     _C.agree(Group.of(group), [(name, _hash(value)) for name, value in fields.items()])
@@ -123,8 +123,8 @@ def run_ranks(
     """Runs `body` on threads of this process, each a rank of one group over gloo,
     and returns their results by rank. For tests and examples.
 
-    When a rank raises, the others end, and the first error that is no mere
-    consequence of another is raised. One rank runs on this thread. Backward passes
+    When a rank raises, the others end, and the first error that is not the
+    consequence of another one is raised. One rank runs on this thread. Backward passes
     of CUDA tensors share one thread per device: there, ranks must be processes.
     """
     # Not the run_ranks of C++: these threads can be interrupted from the keyboard,

@@ -11,7 +11,7 @@ from longspan._group import ranks_of
 
 def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:
     """The mean loss over the tokens of all ranks: the sum of all sums over the sum
-    of all counts, the same on every rank; 0 where nobody counts a token.
+    of all counts, the same on every rank; 0 where no rank counts a token.
 
     Its derivative is that of this rank's part alone, so that after backward on
     every rank parameter gradients **sum** over the group to those of the mean.

@@ -149,8 +149,8 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
 def _look_for_mask(
     module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
 ) -> None:
-    """Masks of pads would never reach our function: transformers drops them where it
-    builds no masks."""
+    """Refuses masks of pads, which would never reach our function: transformers drops
+    them for attention functions without a mask function."""
     if arguments.get(KEYWORD) is None:
         return
     names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -167,7 +167,7 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
 
 
 def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:
-    """Writes what was changed in our copy since into the configuration it is of."""
+    """Writes edits of our copy back into the configuration that it was made from."""
     for key, value in vars(ours).items():
         if key != "_attn_implementation_internal" and (
             key not in before or (before[key] is not value and before[key] != value)

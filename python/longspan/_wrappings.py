@@ -70,7 +70,7 @@ def process_group_of(group: Group) -> Any:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
-    # Whoever has one has imported its module; we would pay for it at every start.
+    # A model that has one has imported its module; we would pay for it at every start.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -64,7 +64,8 @@ def all_to_all_heads(
     head_sizes: Sequence[int],
     group: Any,
 ) -> torch.Tensor:
-    """From this rank's tokens with all heads to all tokens with this rank's heads.
+    """From this rank's tokens with all heads to all tokens with this rank's heads
+    (the all-to-all of DeepSpeed-Ulysses).
     Inverse and backward are `all_to_all_tokens`."""
     ranks = Group.of(group)
     if ranks.size() == 1:
@@ -113,8 +114,8 @@ def rotate(
     axis: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What rank r has goes to rank r + hops; without `sizes` all ranks have the same
-    shape. Backward rotates by -hops."""
+    """The tensor of rank r goes to rank r + hops; without `sizes` all ranks have the
+    same shape. Backward rotates by -hops."""
     ranks = Group.of(group)
     if hops % ranks.size() == 0:
         return x
@@ -141,7 +142,7 @@ def exchange_needed(
     group: Any,
     received: int | None = None,
 ) -> torch.Tensor:
-    """Sends ranges of tokens to those who need them. `sends` is int64 [n, 4] on the
+    """Sends ranges of tokens to the ranks that need them. `sends` is int64 [n, 4] on the
     CPU, equal on all ranks, with rows (from, to, local begin, length); `needed_table`
     makes it from a mask. The result has the pieces for this rank, by sender and then
     by row. Under torch.compile give `received`, its number of tokens."""

@@ -104,10 +104,10 @@ def dense_by_formula(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Answer:
-    """The same by the formulas of blockwise attention, which know only the
-    output and its log-sum-exp: P = exp(S - lse), dS = P (dP - sum(out dout)).
-    Sums over channels run in an order drawn from `seed`. What this differs from
-    the oracle by is what any such computation may differ by."""
+    """Attention and its gradients by the formulas of blockwise attention, which know
+    only the output and its log-sum-exp: P = exp(S - lse), dS = P (dP - sum(out dout)).
+    Sums over channels run in an order drawn from `seed`. Any such computation may
+    differ from the oracle by as much as this one does."""
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(q.shape[3], generator=random)
     value_order = torch.randperm(v.shape[3], generator=random)

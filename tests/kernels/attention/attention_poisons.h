@@ -45,8 +45,8 @@ inline AttentionCase poisoned_case() {
                 all_of({66, 70}, {66, 70})}};
 }
 
-/// The same with so many heads that several blocks of queries, some of them
-/// poisoned, share their keys.
+/// poisoned_case with so many heads that several blocks of queries, some of
+/// them poisoned, share their keys.
 inline AttentionCase wide_poisoned_case() {
   AttentionCase c = poisoned_case();
   c.name = "wide_poisoned";

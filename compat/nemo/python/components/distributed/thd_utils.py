@@ -31,7 +31,7 @@ def split_batch_into_thd_chunks(
     seq_lens_padding_value: int = -1000,
     padding_token_id: int = 0,
 ) -> Batch:
-    """The same for `num_chunks` equal groups of rows, stacked on a new axis."""
+    """`process_input_for_thd` of `num_chunks` equal groups of rows, stacked on a new axis."""
     return streams_of(
         "split_batch_into_thd_chunks",
         batch,

@@ -97,7 +97,7 @@ def dsv4_cp_all_gather(tensor: Tensor, *, dim: int, cp_group: Any) -> Tensor:
 
 @public
 def dsv4_cp_all_gather_metadata(tensor: Tensor | None, *, dim: int, cp_group: Any) -> Tensor | None:
-    """The same for masks and ids, without gradient; None stays None."""
+    """`dsv4_cp_all_gather` for masks and ids, without gradient; None stays None."""
     if tensor is None or not dsv4_cp_enabled(cp_group):
         return tensor
     return gather_metadata("dsv4_cp_all_gather_metadata", tensor, dim, cp_group, dist)
