@@ -5,10 +5,9 @@
 #include <optional>
 #include <string>
 
-#include "longspan/attention/selected_exchange.h"
+#include "longspan/attention/fetch.h"
 #include "longspan/comm/group.h"
-#include "longspan/ops/attend_selected.h"
-#include "longspan/ops/select_keys.h"
+#include "longspan/ops/selection.h"
 #include "longspan/plan/attention_layout.h"
 
 namespace longspan {
@@ -19,9 +18,20 @@ namespace longspan {
 /// Queries, rows of keys (`kv`) and index keys are those of the rank's own
 /// tokens in the ownership's local order; `indices` and windows are tokens of
 /// the stream. Selections have the bits of one rank; other results differ by
-/// rounding. Shapes are those of the functions of one rank (ops/select_keys.h,
-/// ops/attend_selected.h), and may have rows before. Without a layout there is
-/// one rank, which holds the whole stream in order.
+/// rounding. Without a layout there is one rank, which holds the whole stream
+/// in order.
+///
+/// Attention: q [Tq, H, D]; kv [Tk, D], or [Tk, G, D] with G key heads that
+/// divide H; indices int32 or int64 [Tq, slots], or [Tq, G, slots]. D is 1 to
+/// 576. A slot outside of the stream is empty: it is skipped, and never used as
+/// an address. A key that is listed twice counts twice. A query without keys
+/// has out 0, lse -inf and passes no gradient.
+/// The indexer: q [Tq, Hi, Di], k [Tk, Di], weights [Tq, Hi] in the
+/// accumulation type of q, windows int32 [Tq]. Each query gets the `slots` keys
+/// of its window with the greatest score[t, s] = sum_h weights[t, h] *
+/// max(0, q[t, h] . k[s]); equal scores go to the lower key, NaN ranks first,
+/// and fewer visible keys than slots are ordinary. All may have rows before,
+/// [B, Tq, H, D] and so on.
 ///
 /// How keys reach queries:
 ///   gathered  all rows of keys in one exchange, in the order of the stream.
@@ -75,6 +85,18 @@ at::Tensor score_selected(const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& weights, const at::Tensor& indices,
                           const AttentionLayout& layout, const Group& group,
                           Fetch fetch = Fetch::gathered);
+
+struct SelectedOptions {
+  double scale = 1;
+  int64_t value_dim = 0;  ///< values are the first channels of keys; 0: all
+  at::Tensor sink = {};   ///< [H]: a logit without a value
+};
+
+struct SelectedAnswer {
+  at::Tensor out;  ///< [Tq, H, value_dim], like q
+  at::Tensor lse;  ///< [Tq, H], natural log over the keys, the sink left out;
+                   ///< accumulation type, no gradient
+};
 
 /// Attention to given keys; a layer may use the selection of an earlier one.
 ///

@@ -6,21 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "longspan/attention/fetch.h"
 #include "longspan/attention/rank_layout.h"
 #include "longspan/comm/carry.h"
 #include "longspan/comm/group.h"
 
 namespace longspan {
-
-/// How rows of keys reach the queries that listed them.
-enum class Fetch {
-  gathered,  ///< all of them, in the order of the stream
-  needed,    ///< those that some query here listed; sizes depend on the data
-};
-
-/// "gathered" or "needed"; `who` names the caller in messages.
-Fetch fetch_named(const char* who, const std::string& name);
-std::string name_of(Fetch fetch);
 
 /// Who exchanges, in which layout, and for what.
 struct Traffic {

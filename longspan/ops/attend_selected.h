@@ -2,9 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
-
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/selection.h"
 
 namespace longspan {
 
@@ -20,18 +19,6 @@ namespace longspan {
 /// Operators, for one rank and for many, are in attention/selected.h; here are
 /// the functions below them, on tensors that check_selected has checked and
 /// that SelectedInputs (attend_selected/inputs.h) brings into one form.
-
-struct SelectedOptions {
-  double scale = 1;
-  int64_t value_dim = 0;  ///< values are the first channels of keys; 0: all
-  at::Tensor sink = {};   ///< [H]: a logit without a value
-};
-
-struct SelectedAnswer {
-  at::Tensor out;  ///< [Tq, H, value_dim], like q
-  at::Tensor lse;  ///< [Tq, H], natural log over the keys, the sink left out;
-                   ///< accumulation type, no gradient
-};
 
 struct SelectedInputs;
 
@@ -57,15 +44,5 @@ SelectedGradients attend_selected_backward(const SelectedInputs& in,
 /// for a query without keys. `lse` is that of attend_selected; a sink takes its
 /// share before heads are added.
 at::Tensor selected_weights(const SelectedInputs& in, const at::Tensor& lse);
-
-enum class SelectedWork { forward, backward, weights };
-
-/// Which kernel computes such a call, and why a faster one does not: "hopper",
-/// "ampere, not hopper: elements are not bfloat16". "torch" stands for its
-/// operators on some queries at a time.
-std::string which_selected_kernel(const at::Tensor& q, const at::Tensor& kv,
-                                  const at::Tensor& indices,
-                                  int64_t value_dim = 0,
-                                  SelectedWork work = SelectedWork::forward);
 
 }  // namespace longspan
