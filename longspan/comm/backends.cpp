@@ -13,6 +13,14 @@
 
 namespace longspan {
 
+/// How tensors of a device travel through a group.
+struct Route {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  bool is_gloo = false;
+  bool coalesces = false;  // point to point goes in one batch (NCCL)
+  bool through_host = false;
+};
+
 namespace {
 
 bool has(const c10d::ProcessGroup& process_group, at::DeviceType type) {
@@ -21,14 +29,6 @@ bool has(const c10d::ProcessGroup& process_group, at::DeviceType type) {
   }
   return false;
 }
-
-/// How tensors of a device travel through a group.
-struct Route {
-  c10::intrusive_ptr<c10d::Backend> backend;
-  bool is_gloo = false;
-  bool coalesces = false;  // point to point goes in one batch (NCCL)
-  bool through_host = false;
-};
 
 Route route_for(c10d::ProcessGroup& process_group, at::Device device,
                 const std::string& purpose) {
