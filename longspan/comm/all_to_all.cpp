@@ -14,9 +14,9 @@ namespace {
 constexpr const char* kHeads = "all_to_all_heads";
 constexpr const char* kTokens = "all_to_all_tokens";
 
-using Signature = at::Tensor(const at::Tensor&, int64_t, int64_t,
-                             c10::SymIntArrayRef, c10::SymIntArrayRef,
-                             std::string_view);
+using TradeOperator = at::Tensor(const at::Tensor&, int64_t, int64_t,
+                                 c10::SymIntArrayRef, c10::SymIntArrayRef,
+                                 std::string_view);
 
 /// Both directions alike: what is cut along `split` becomes cut along `join`.
 struct Axes {
@@ -86,7 +86,7 @@ at::Tensor call(const char* who, const at::Tensor& x, int64_t token_axis,
   const auto find = [](const char* name) {
     return c10::Dispatcher::singleton()
         .findSchemaOrThrow(name, "")
-        .typed<Signature>();
+        .typed<TradeOperator>();
   };
   static const auto heads = find("longspan::all_to_all_heads");
   static const auto tokens = find("longspan::all_to_all_tokens");

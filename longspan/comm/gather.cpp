@@ -14,15 +14,15 @@ namespace {
 constexpr const char* kGather = "all_gather_tokens";
 constexpr const char* kScatter = "reduce_scatter_tokens";
 
-using Signature = at::Tensor(const at::Tensor&, int64_t, c10::SymIntArrayRef,
-                             std::string_view);
+using GatherOperator = at::Tensor(const at::Tensor&, int64_t,
+                                  c10::SymIntArrayRef, std::string_view);
 
 at::Tensor call_gather(const at::Tensor& x, int64_t axis,
                        c10::SymIntArrayRef sizes, const std::string& group) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("longspan::all_gather_tokens", "")
-          .typed<Signature>();
+          .typed<GatherOperator>();
   return op.call(x, axis, sizes, group);
 }
 
@@ -31,7 +31,7 @@ at::Tensor call_scatter(const at::Tensor& x, int64_t axis,
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("longspan::reduce_scatter_tokens", "")
-          .typed<Signature>();
+          .typed<GatherOperator>();
   return op.call(x, axis, sizes, group);
 }
 

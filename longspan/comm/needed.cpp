@@ -95,8 +95,8 @@ Pieces pieces_for(const char* who, const Rows& rows, int64_t axis,
   return plan;
 }
 
-using Signature = at::Tensor(const at::Tensor&, int64_t, const at::Tensor&,
-                             c10::SymInt, std::string_view);
+using NeededOperator = at::Tensor(const at::Tensor&, int64_t, const at::Tensor&,
+                                  c10::SymInt, std::string_view);
 
 at::Tensor call(const char* who, const at::Tensor& x, int64_t axis,
                 const at::Tensor& sends, c10::SymInt tokens,
@@ -104,7 +104,7 @@ at::Tensor call(const char* who, const at::Tensor& x, int64_t axis,
   const auto find = [](const char* name) {
     return c10::Dispatcher::singleton()
         .findSchemaOrThrow(name, "")
-        .typed<Signature>();
+        .typed<NeededOperator>();
   };
   static const auto send = find("longspan::exchange_needed");
   static const auto give_back = find("longspan::return_needed");

@@ -16,8 +16,8 @@ namespace {
 constexpr const char* kRotate = "rotate";
 constexpr const char* kRoll = "roll";
 
-using Signature = at::Tensor(const at::Tensor&, int64_t, int64_t,
-                             c10::SymIntArrayRef, std::string_view);
+using RotateOperator = at::Tensor(const at::Tensor&, int64_t, int64_t,
+                                  c10::SymIntArrayRef, std::string_view);
 
 int64_t modulo(int64_t value, int64_t modulus) {
   const int64_t rest = value % modulus;
@@ -45,7 +45,7 @@ at::Tensor call(const char* who, const at::Tensor& x, int64_t first,
   const auto find = [](const char* name) {
     return c10::Dispatcher::singleton()
         .findSchemaOrThrow(name, "")
-        .typed<Signature>();
+        .typed<RotateOperator>();
   };
   static const auto rotate = find("longspan::rotate");
   static const auto roll = find("longspan::roll");

@@ -4,7 +4,6 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "longspan/core/token_range.h"
@@ -22,8 +21,6 @@ int64_t most_waiting_bytes(Accumulator::Kind kind, int64_t numel) {
   const int64_t all = kWaits * 2 * numel;
   return kind == Accumulator::Kind::attention || all <= kMuch ? all : all / 2;
 }
-
-constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 PartialAttention box(const PartialAttention& whole, int64_t row, int64_t rows,
                      int64_t token, int64_t tokens) {

@@ -1,15 +1,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "longspan/ops/attend_tiles.h"
 
 namespace longspan {
 
 namespace {
-
-constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 /// One block of queries of one line against the keys that some of them see.
 struct Block {

@@ -23,7 +23,7 @@ std::optional<ElementType> type_of(const at::Tensor& tensor) {
   return type == ElementType::float64 ? std::nullopt : type;
 }
 
-bool fits(const PartialAttention& part) {
+bool takes_part(const PartialAttention& part) {
   return part.out.is_cuda() && part.out.dim() == 4 && type_of(part.out) &&
          (part.out.size(3) <= 1 || part.out.stride(3) == 1) &&
          (!part.lse.defined() || part.lse.scalar_type() == at::kFloat);
@@ -35,7 +35,7 @@ bool fold_on_device(const PartialAttention* before,
                     std::span<const PlacedPart> parts,
                     const PartialAttention& into) {
   constexpr int64_t kMostRows = 65535;  // of a grid
-  if (!fits(into) || into.out.size(0) > kMostRows ||
+  if (!takes_part(into) || into.out.size(0) > kMostRows ||
       parts.size() > kMostFolded) {
     return false;
   }
@@ -48,13 +48,14 @@ bool fold_on_device(const PartialAttention* before,
                      .out = array_of<void*>(into.out),
                      .lse = array_if<float*>(into.lse)};
   if (before != nullptr) {
-    if (!fits(*before) || before->out.scalar_type() != at::kFloat) return false;
+    if (!takes_part(*before) || before->out.scalar_type() != at::kFloat)
+      return false;
     args.before = array_of<const float*>(before->out);
     args.before_lse = array_if<const float*>(before->lse);
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const auto& [part, token] = parts[i];
-    if (!fits(part) || part.out.dtype() != parts[0].part.out.dtype()) {
+    if (!takes_part(part) || part.out.dtype() != parts[0].part.out.dtype()) {
       return false;
     }
     args.part_type = *type_of(part.out);

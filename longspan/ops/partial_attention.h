@@ -2,7 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+
 namespace longspan {
+
+/// The log-sum-exp of a query that saw no key.
+inline constexpr double kMinusInfinity =
+    -std::numeric_limits<double>::infinity();
 
 /// What sums are kept in: float64 for float64, float32 for everything else.
 at::ScalarType accumulation_type(at::ScalarType dtype);
