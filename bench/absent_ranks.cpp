@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "longspan/comm/group.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "commands.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/levels/levels.h"
 #include "machine.h"
 #include "outcome.h"

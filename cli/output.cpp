@@ -8,7 +8,7 @@
 #include <iostream>
 
 #include "json.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/draw/svg.h"
 #include "longspan/draw/text.h"
 #include "options.h"

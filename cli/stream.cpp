@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/padding.h"
 #include "longspan/draw/draw.h"
 #include "options.h"

@@ -3,7 +3,7 @@
 #include <charconv>
 #include <utility>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "outcome.h"
 
 namespace longspan::cli {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "longspan/attention/rank_layout.h"
-#include "longspan/attention/run.h"
-#include "longspan/core/check.h"
+#include "longspan/attention/detail/rank_layout.h"
+#include "longspan/attention/detail/run.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_tiles.h"
 #include "longspan/ops/registering.h"
 

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "longspan/attention/run.h"
-#include "longspan/core/check.h"
+#include "longspan/attention/detail/run.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/token_arrays.h"
 

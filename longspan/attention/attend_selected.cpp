@@ -1,8 +1,8 @@
 #include "longspan/ops/attend_selected.h"
 
+#include "longspan/attention/detail/selected_call.h"
 #include "longspan/attention/selected.h"
-#include "longspan/attention/selected_call.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"

@@ -1,4 +1,4 @@
-#include "longspan/attention/head_trade.h"
+#include "longspan/attention/detail/head_trade.h"
 
 #include <ATen/ATen.h>
 

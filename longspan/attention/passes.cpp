@@ -1,12 +1,12 @@
-#include "longspan/attention/passes.h"
+#include "longspan/attention/detail/passes.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "longspan/comm/exchange.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/exchange.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/fold.h"
 #include "longspan/ops/token_arrays.h"
 

@@ -1,12 +1,12 @@
-#include "longspan/attention/rank_layout.h"
+#include "longspan/attention/detail/rank_layout.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
 #include "longspan/comm/agree.h"
-#include "longspan/core/check.h"
-#include "longspan/core/even_pieces.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/core/detail/even_pieces.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

@@ -1,11 +1,11 @@
-#include "longspan/attention/run.h"
+#include "longspan/attention/detail/run.h"
 
 #include <ATen/ATen.h>
 
 #include "longspan/attention/attend.h"
-#include "longspan/attention/head_trade.h"
-#include "longspan/attention/passes.h"
-#include "longspan/core/check.h"
+#include "longspan/attention/detail/head_trade.h"
+#include "longspan/attention/detail/passes.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_cudnn.h"
 #include "longspan/ops/checks.h"
 

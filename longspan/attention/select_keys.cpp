@@ -1,8 +1,8 @@
-#include "longspan/attention/select_keys.h"
+#include "longspan/attention/detail/select_keys.h"
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/selected.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"

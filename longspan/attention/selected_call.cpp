@@ -1,13 +1,13 @@
-#include "longspan/attention/selected_call.h"
+#include "longspan/attention/detail/selected_call.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 
 #include "longspan/attention/attend.h"
-#include "longspan/attention/selected_work.h"
-#include "longspan/core/check.h"
-#include "longspan/core/even_pieces.h"
+#include "longspan/attention/detail/selected_work.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/core/detail/even_pieces.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/select_keys/inputs.h"
 

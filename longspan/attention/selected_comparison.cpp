@@ -1,12 +1,12 @@
-#include "longspan/attention/selected_comparison.h"
+#include "longspan/attention/detail/selected_comparison.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 #include <sstream>
 
-#include "longspan/attention/select_keys.h"
-#include "longspan/core/check.h"
+#include "longspan/attention/detail/select_keys.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

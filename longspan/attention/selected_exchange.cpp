@@ -1,11 +1,11 @@
-#include "longspan/attention/selected_exchange.h"
+#include "longspan/attention/detail/selected_exchange.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 
 #include "longspan/comm/agree.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/move_tokens.h"
 
 namespace longspan {

@@ -1,4 +1,4 @@
-#include "longspan/attention/selected_work.h"
+#include "longspan/attention/detail/selected_work.h"
 
 #include <ATen/ATen.h>
 

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "longspan/batch/derive.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

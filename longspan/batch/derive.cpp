@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/per_token.h"
 
 namespace longspan {

@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "longspan/batch/host.h"
-#include "longspan/core/check.h"
+#include "longspan/batch/detail/host.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

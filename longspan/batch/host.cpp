@@ -1,4 +1,4 @@
-#include "longspan/batch/host.h"
+#include "longspan/batch/detail/host.h"
 
 #include <ATen/ATen.h>
 

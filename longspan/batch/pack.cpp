@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/multiple.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/move_tokens.h"

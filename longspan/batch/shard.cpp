@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "longspan/batch/derive.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/move_tokens.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "longspan/batch/pack.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/moves.h"
 #include "longspan/ops/move_tokens.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

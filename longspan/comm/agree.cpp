@@ -6,9 +6,9 @@
 #include <bit>
 #include <cstring>
 
-#include "longspan/comm/backends.h"
-#include "longspan/comm/carry.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/carry.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,4 +1,4 @@
-#include "longspan/comm/backends.h"
+#include "longspan/comm/detail/backends.h"
 
 #include <ATen/ATen.h>
 
@@ -7,9 +7,9 @@
 #include <optional>
 #include <utility>
 
-#include "longspan/comm/group_record.h"
+#include "longspan/comm/detail/group_record.h"
 #include "longspan/comm/lost_peer.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,12 +1,12 @@
-#include "longspan/comm/carry.h"
+#include "longspan/comm/detail/carry.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "longspan/comm/backends.h"
-#include "longspan/comm/exchange.h"
-#include "longspan/comm/linear.h"
+#include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/exchange.h"
+#include "longspan/comm/detail/linear.h"
 
 namespace longspan {
 

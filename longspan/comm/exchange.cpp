@@ -1,12 +1,12 @@
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/detail/exchange.h"
 
 #include <ATen/ATen.h>
 
 #include <exception>
 #include <utility>
 
-#include "longspan/comm/backends.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/backends.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

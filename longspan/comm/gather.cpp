@@ -2,10 +2,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "longspan/comm/carry.h"
 #include "longspan/comm/collectives.h"
-#include "longspan/comm/linear.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/carry.h"
+#include "longspan/comm/detail/linear.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,4 +1,4 @@
-#include "longspan/comm/gloo_groups.h"
+#include "longspan/comm/detail/gloo_groups.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -9,8 +9,8 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "longspan/comm/group_record.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/group_record.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

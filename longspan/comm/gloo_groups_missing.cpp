@@ -1,6 +1,6 @@
 #include <stdexcept>
 
-#include "longspan/comm/gloo_groups.h"
+#include "longspan/comm/detail/gloo_groups.h"
 
 namespace longspan {
 

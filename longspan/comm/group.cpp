@@ -6,10 +6,10 @@
 #include <cstdlib>
 #include <unordered_map>
 
-#include "longspan/comm/gloo_groups.h"
-#include "longspan/comm/group_record.h"
-#include "longspan/comm/launch.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/gloo_groups.h"
+#include "longspan/comm/detail/group_record.h"
+#include "longspan/comm/detail/launch.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

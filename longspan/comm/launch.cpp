@@ -1,10 +1,10 @@
-#include "longspan/comm/launch.h"
+#include "longspan/comm/detail/launch.h"
 
 #include <charconv>
 #include <cstdint>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,9 +1,9 @@
-#include "longspan/comm/linear.h"
+#include "longspan/comm/detail/linear.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

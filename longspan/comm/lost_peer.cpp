@@ -1,6 +1,6 @@
 #include "longspan/comm/lost_peer.h"
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -8,10 +8,10 @@
 #include <span>
 #include <utility>
 
-#include "longspan/comm/carry.h"
 #include "longspan/comm/collectives.h"
-#include "longspan/comm/linear.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/carry.h"
+#include "longspan/comm/detail/linear.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/tile.h"
 #include "longspan/ops/checks.h"
 

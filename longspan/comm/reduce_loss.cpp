@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "longspan/comm/collectives.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

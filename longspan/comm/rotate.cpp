@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "longspan/comm/carry.h"
 #include "longspan/comm/collectives.h"
-#include "longspan/comm/linear.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/carry.h"
+#include "longspan/comm/detail/linear.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

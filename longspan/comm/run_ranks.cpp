@@ -7,10 +7,10 @@
 #include <thread>
 #include <vector>
 
-#include "longspan/comm/backends.h"
-#include "longspan/comm/gloo_groups.h"
+#include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/gloo_groups.h"
 #include "longspan/comm/lost_peer.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,9 +1,9 @@
-#include "longspan/core/even_pieces.h"
+#include "longspan/core/detail/even_pieces.h"
 
 #include <algorithm>
 #include <functional>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

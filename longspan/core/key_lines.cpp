@@ -1,6 +1,6 @@
 #include "longspan/core/key_lines.h"
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "longspan/core/check.h"
-#include "longspan/core/visible_keys.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/core/detail/visible_keys.h"
 
 namespace longspan {
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

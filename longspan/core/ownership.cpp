@@ -5,8 +5,8 @@
 #include <limits>
 #include <utility>
 
-#include "longspan/core/check.h"
-#include "longspan/core/search.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/core/detail/search.h"
 
 namespace longspan {
 

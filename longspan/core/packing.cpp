@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "longspan/core/check.h"
-#include "longspan/core/search.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/core/detail/search.h"
 
 namespace longspan {
 

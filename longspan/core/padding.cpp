@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/multiple.h"
 
 namespace longspan {

@@ -6,7 +6,7 @@
 #include <span>
 #include <type_traits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

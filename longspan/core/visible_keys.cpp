@@ -1,9 +1,9 @@
-#include "longspan/core/visible_keys.h"
+#include "longspan/core/detail/visible_keys.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "longspan/core/search.h"
+#include "longspan/core/detail/search.h"
 
 namespace longspan {
 

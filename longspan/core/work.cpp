@@ -1,6 +1,6 @@
 #include "longspan/core/work.h"
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/tile.h"
 
 namespace longspan {

@@ -1,8 +1,8 @@
-#include "longspan/draw/cells.h"
+#include "longspan/draw/detail/cells.h"
 
 #include <algorithm>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,10 +1,10 @@
 #include <algorithm>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/tile.h"
-#include "longspan/draw/cells.h"
+#include "longspan/draw/detail/cells.h"
 #include "longspan/draw/draw.h"
-#include "longspan/plan/ring.h"
+#include "longspan/plan/detail/ring.h"
 
 namespace longspan {
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/cells.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/cells.h"
 #include "longspan/draw/draw.h"
 
 namespace longspan {

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdio>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

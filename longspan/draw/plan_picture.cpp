@@ -2,8 +2,8 @@
 #include <cmath>
 #include <utility>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/cells.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/cells.h"
 #include "longspan/draw/draw.h"
 
 namespace longspan {

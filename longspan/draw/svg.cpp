@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/svg_panels.h"
-#include "longspan/draw/svg_writer.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/svg_panels.h"
+#include "longspan/draw/detail/svg_writer.h"
 
 namespace longspan {
 

@@ -2,8 +2,8 @@
 #include <array>
 #include <cstdint>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/svg_panels.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/svg_panels.h"
 
 namespace longspan {
 

@@ -1,8 +1,8 @@
 #include <cmath>
 #include <map>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/svg_panels.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/svg_panels.h"
 
 namespace longspan {
 

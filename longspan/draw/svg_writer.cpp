@@ -1,11 +1,11 @@
-#include "longspan/draw/svg_writer.h"
+#include "longspan/draw/detail/svg_writer.h"
 
 #include <algorithm>
 #include <array>
 #include <cstdio>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/palette.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/palette.h"
 #include "longspan/draw/picture.h"
 
 namespace longspan {

@@ -4,8 +4,8 @@
 #include <array>
 #include <string_view>
 
-#include "longspan/core/check.h"
-#include "longspan/draw/palette.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/draw/detail/palette.h"
 
 namespace longspan {
 

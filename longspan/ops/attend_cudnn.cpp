@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/common/device.h"
 #include "longspan/ops/even_heads.h"
 

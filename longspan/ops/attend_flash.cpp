@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/even_heads.h"
 #include "longspan/ops/token_arrays.h"
 

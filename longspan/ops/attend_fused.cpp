@@ -1,6 +1,6 @@
 #include "longspan/ops/attend_fused.h"
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_cudnn.h"
 #include "longspan/ops/attend_flash.h"
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_selected/cpu.h"
 #include "longspan/ops/attend_selected/cuda.h"
 #include "longspan/ops/attend_selected/inputs.h"

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/attend_fused.h"
 #include "longspan/ops/output_delta.h"

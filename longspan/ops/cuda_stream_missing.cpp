@@ -1,4 +1,4 @@
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/cuda_stream.h"
 
 namespace longspan {

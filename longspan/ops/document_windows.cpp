@@ -6,7 +6,7 @@
 #include <limits>
 #include <tuple>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

@@ -7,7 +7,7 @@
 #include <span>
 #include <type_traits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/move/cpu/move_runs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/fold.h"
 

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/partial_attention.h"
 
 namespace longspan {

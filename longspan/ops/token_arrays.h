@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/token_range.h"
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/checks.h"

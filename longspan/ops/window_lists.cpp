@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {

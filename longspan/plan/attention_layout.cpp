@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/tile.h"
 
 namespace longspan {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "longspan/core/check.h"
-#include "longspan/plan/ring.h"
+#include "longspan/core/detail/check.h"
+#include "longspan/plan/detail/ring.h"
 
 namespace longspan {
 

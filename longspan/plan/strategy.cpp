@@ -3,7 +3,7 @@
 #include <array>
 #include <numeric>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -1,7 +1,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "longspan/attention/attend.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/partial_attention.h"
 #include "python/bindings/bindings.h"

@@ -10,7 +10,7 @@
 #include "longspan/batch/row_batch.h"
 #include "longspan/batch/shard.h"
 #include "longspan/batch/shift.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/move_tokens.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/scalar.h"

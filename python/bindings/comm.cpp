@@ -2,12 +2,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "longspan/comm/agree.h"
-#include "longspan/comm/backends.h"
+#include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/launch.h"
 #include "longspan/comm/group.h"
-#include "longspan/comm/launch.h"
 #include "longspan/comm/lost_peer.h"
 #include "longspan/comm/needed.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "python/bindings/bindings.h"
 
 namespace py = pybind11;

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
 #include "longspan/core/multiple.h"

@@ -4,7 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "python/bindings/bindings.h"
 
 namespace py = pybind11;

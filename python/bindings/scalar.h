@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan::python {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "longspan/attention/selected_comparison.h"
-#include "longspan/core/check.h"
+#include "longspan/attention/detail/selected_comparison.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_selected.h"
 #include "longspan/ops/select_keys.h"
 #include "python/bindings/bindings.h"

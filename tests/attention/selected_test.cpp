@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "longspan/attention/attend.h"
-#include "longspan/attention/selected_work.h"
+#include "longspan/attention/detail/selected_work.h"
 #include "longspan/batch/cut.h"
 #include "longspan/comm/run_ranks.h"
-#include "longspan/core/even_pieces.h"
+#include "longspan/core/detail/even_pieces.h"
 
 namespace longspan {
 namespace {
@@ -30,8 +30,7 @@ std::vector<Ownership> ownerships(int ranks) {
 Traffic traffic(const Group& group, const Ownership& ownership) {
   const auto layout =
       AttentionLayout::of(ownership, {Mask::causal(Packing::single(kTokens))});
-  return {group, RankLayout::of("test", layout_tensor(layout), group),
-          "test"};
+  return {group, RankLayout::of("test", layout_tensor(layout), group), "test"};
 }
 
 /// token * 100 + row * 10 + channel: a wrong element names its source.

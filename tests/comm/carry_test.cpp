@@ -1,4 +1,4 @@
-#include "longspan/comm/carry.h"
+#include "longspan/comm/detail/carry.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "longspan/comm/needed.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "tests/comm/ranks.h"
 #include "tests/support/values.h"
 

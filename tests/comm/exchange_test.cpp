@@ -1,4 +1,4 @@
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/detail/exchange.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

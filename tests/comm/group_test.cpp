@@ -7,9 +7,9 @@
 
 #include "longspan/comm/agree.h"
 #include "longspan/comm/collectives.h"
-#include "longspan/comm/gloo_groups.h"
-#include "longspan/comm/launch.h"
-#include "longspan/core/check.h"
+#include "longspan/comm/detail/gloo_groups.h"
+#include "longspan/comm/detail/launch.h"
+#include "longspan/core/detail/check.h"
 #include "tests/comm/ranks.h"
 #include "tests/support/values.h"
 

@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/detail/exchange.h"
 #include "longspan/comm/run_ranks.h"
 
 namespace longspan::test {

@@ -10,7 +10,7 @@
 #include <set>
 #include <thread>
 
-#include "longspan/comm/exchange.h"
+#include "longspan/comm/detail/exchange.h"
 #include "tests/comm/ranks.h"
 #include "tests/support/values.h"
 

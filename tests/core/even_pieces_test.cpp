@@ -1,4 +1,4 @@
-#include "longspan/core/even_pieces.h"
+#include "longspan/core/detail/even_pieces.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

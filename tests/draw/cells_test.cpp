@@ -1,10 +1,10 @@
-#include "longspan/draw/cells.h"
+#include "longspan/draw/detail/cells.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "longspan/plan/ring.h"
+#include "longspan/plan/detail/ring.h"
 #include "tests/support/values.h"
 
 namespace longspan {

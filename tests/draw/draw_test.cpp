@@ -7,7 +7,7 @@
 
 #include "longspan/core/tile.h"
 #include "longspan/core/work.h"
-#include "longspan/plan/ring.h"
+#include "longspan/plan/detail/ring.h"
 #include "tests/support/values.h"
 
 namespace longspan {

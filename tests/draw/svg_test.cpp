@@ -4,9 +4,9 @@
 
 #include <chrono>
 
+#include "longspan/draw/detail/palette.h"
+#include "longspan/draw/detail/svg_writer.h"
 #include "longspan/draw/draw.h"
-#include "longspan/draw/palette.h"
-#include "longspan/draw/svg_writer.h"
 #include "longspan/draw/text.h"
 #include "tests/support/values.h"
 #include "tests/support/xml.h"

@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "longspan/plan/ring.h"
+#include "longspan/plan/detail/ring.h"
 #include "tests/support/property.h"
 #include "tests/support/values.h"
 

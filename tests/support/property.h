@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 /// Laws over many cases. A law is a function of a case that uses the EXPECT
 /// and ASSERT macros; a case knows smaller cases like itself and prints

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"

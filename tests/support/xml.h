@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 /// A small reader of XML: enough to say whether a file is well-formed, and to
 /// look at its elements. No comments, processing instructions or DTDs.

@@ -9,9 +9,9 @@
 #include "compat/nemo/cpp/padding.h"
 #include "compat/nemo/cpp/reference.h"
 #include "longspan/batch/shard.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/padding.h"
-#include "longspan/plan/ring.h"
+#include "longspan/plan/detail/ring.h"
 #include "python/bindings/scalar.h"
 
 namespace py = pybind11;

@@ -7,9 +7,9 @@
 #include <numeric>
 
 #include "longspan/batch/cut.h"
-#include "longspan/batch/host.h"
+#include "longspan/batch/detail/host.h"
 #include "longspan/batch/row_batch.h"
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/multiple.h"
 #include "longspan/core/ownership.h"

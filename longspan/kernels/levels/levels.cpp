@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/attend_selected/cpu/steps.h"
 #include "longspan/kernels/attention/cpu/steps.h"
 #include "longspan/kernels/levels/bf16_levels.h"

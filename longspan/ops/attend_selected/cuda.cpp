@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/attend_selected/ampere/attend_selected.h"
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
 #include "longspan/ops/cuda_kernels.h"

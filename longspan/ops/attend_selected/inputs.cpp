@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/token_arrays.h"

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/partial_attention.h"
 #include "longspan/ops/threads.h"

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/select_keys/ampere/select_keys.h"
 #include "longspan/kernels/select_keys/hopper/select_keys.h"
 #include "longspan/kernels/top_keys/top_keys.h"

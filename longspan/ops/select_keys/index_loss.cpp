@@ -1,6 +1,6 @@
 #include <ATen/ATen.h>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/select_keys.h"

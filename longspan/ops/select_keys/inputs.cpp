@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/select_keys.h"

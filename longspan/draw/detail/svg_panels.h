@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "longspan/draw/detail/svg_writer.h"
 #include "longspan/draw/picture.h"
-#include "longspan/draw/svg_writer.h"
 
 namespace longspan {
 

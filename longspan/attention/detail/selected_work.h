@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "longspan/attention/selected_exchange.h"
+#include "longspan/attention/detail/selected_exchange.h"
 
 namespace longspan {
 

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "longspan/attention/selected_exchange.h"
+#include "longspan/attention/detail/selected_exchange.h"
 #include "longspan/ops/select_keys.h"
 #include "longspan/ops/tensors.h"
 

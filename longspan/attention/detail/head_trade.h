@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "longspan/comm/carry.h"
+#include "longspan/comm/detail/carry.h"
 #include "longspan/comm/group.h"
 #include "longspan/core/token_range.h"
 #include "longspan/plan/plan.h"

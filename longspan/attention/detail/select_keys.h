@@ -1,6 +1,6 @@
 #pragma once
 
-#include "longspan/attention/selected_call.h"
+#include "longspan/attention/detail/selected_call.h"
 #include "longspan/ops/registering.h"
 
 namespace longspan::selected {

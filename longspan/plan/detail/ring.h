@@ -1,6 +1,6 @@
 #pragma once
 
-#include "longspan/core/check.h"
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "longspan/attention/detail/rank_layout.h"
 #include "longspan/attention/fetch.h"
-#include "longspan/attention/rank_layout.h"
-#include "longspan/comm/carry.h"
+#include "longspan/comm/detail/carry.h"
 #include "longspan/comm/group.h"
 
 namespace longspan {

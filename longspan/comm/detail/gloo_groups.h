@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
+#include "longspan/comm/detail/launch.h"
 #include "longspan/comm/group.h"
-#include "longspan/comm/launch.h"
 
 namespace longspan {
 
