@@ -40,8 +40,21 @@ endif()
 
 install(TARGETS longspan_core longspan_kernels EXPORT LongspanTargets
   LIBRARY DESTINATION ${library_dir} ARCHIVE DESTINATION ${library_dir})
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/longspan
-  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+
+# Public headers lie beside their sources; those in detail/, the kernels, and
+# all but two of ops are the library's own. tests/consumer/headers.txt lists
+# what is installed, and its test compares.
+function(longspan_install_headers)  # folder ...
+  foreach(folder IN LISTS ARGN)
+    file(GLOB headers CONFIGURE_DEPENDS
+      ${PROJECT_SOURCE_DIR}/longspan/${folder}/*.h)
+    install(FILES ${headers}
+      DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan/${folder})
+  endforeach()
+endfunction()
+longspan_install_headers(core plan draw)
+install(FILES ${PROJECT_SOURCE_DIR}/longspan/longspan.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan)
 
 set(package_dir ${library_dir}/cmake/Longspan)
 install(EXPORT LongspanTargets NAMESPACE Longspan:: DESTINATION ${package_dir})
@@ -52,6 +65,13 @@ if(TARGET longspan_torch)
     DESTINATION ${package_dir})
   install(FILES ${PROJECT_SOURCE_DIR}/cmake/LongspanTorch.cmake
     DESTINATION ${package_dir})
+  longspan_install_headers(comm batch attention)
+  install(FILES ${PROJECT_SOURCE_DIR}/longspan/torch.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan)
+  install(FILES
+    ${PROJECT_SOURCE_DIR}/longspan/ops/key_windows.h
+    ${PROJECT_SOURCE_DIR}/longspan/ops/selection.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan/ops)
 endif()
 configure_package_config_file(
   ${PROJECT_SOURCE_DIR}/cmake/LongspanConfig.cmake.in

@@ -46,7 +46,7 @@ class Group {
   /// their group by its name.
   static Group named(const std::string& name);
 
-  /// From torchrun's or Slurm's variables (see launch.h), over gloo; solo where
+  /// From torchrun's or Slurm's variables, over gloo; solo where
   /// there are none. Every call makes a new process group, which the result
   /// owns, so all ranks must call it equally often.
   static Group from_environment();

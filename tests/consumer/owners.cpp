@@ -12,7 +12,7 @@ int main() {
   }
   const auto layout = AttentionLayout::of(owners, {mask});
   const AttentionShape shape{.heads = 8, .key_heads = 2};
-  const auto strategy = Strategy::named("ring", 4, shape.key_heads);
+  const auto strategy = Strategy::named("ring").over(4, shape.key_heads);
   std::printf("%s\n%s\n", Plan::of(layout, strategy, 1).to_string().c_str(),
               to_text(draw_plan(layout, strategy, shape)).c_str());
 }
