@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 import longspan
 from longspan import _C
 from longspan._group import Group
+from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import mesh_size, shape_of
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -285,7 +286,8 @@ class _Held:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        owners = _C.Ownership.head_tail(2 * group.size(), group.size())
+        tokens = 1 + _nemo.pads_for("head-tail", 1, group.size())
+        owners = _C.Ownership.head_tail(tokens, group.size())
         self.words = longspan.AttentionLayout(owners).tensor.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
