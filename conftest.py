@@ -8,6 +8,7 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: left out by make test-fast")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

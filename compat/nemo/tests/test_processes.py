@@ -6,7 +6,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow  # two interpreters start, and compile layers
 def test_two_processes_train_as_one():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
