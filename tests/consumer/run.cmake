@@ -36,9 +36,8 @@ set(flags "")
 if(FLAGS)
   set(flags -fsanitize=${FLAGS})
 endif()
-string(REPLACE ";" "\\;" headers "${headers}")
 run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G ${GENERATOR}
-  -DCMAKE_PREFIX_PATH=${WORK}/prefix -DALSO=${also} -DHEADERS=${headers}
+  -DCMAKE_PREFIX_PATH=${WORK}/prefix -DALSO=${also}
   -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${flags}
   -DLONGSPAN_TORCH_ROOT=${LONGSPAN_TORCH_ROOT})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
