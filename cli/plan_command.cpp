@@ -126,8 +126,8 @@ Command add_plan(CLI::App& program) {
   auto arguments = std::make_shared<PlanArguments>();
   add_stream(plan, arguments->stream);
   add_text(plan, "--strategy", arguments->strategy,
-           "ring (default), gathered, needed, head-parallel, "
-           "head-parallel-ring; all, or a list, compares them",
+           "ring (default), gathered (all-gather), needed, head-parallel "
+           "(Ulysses), head-parallel-ring (USP); all, or a list, compares them",
            "NAME");
   add_text(plan, "--head-ranks", arguments->head_ranks,
            "Ranks of a team for head-parallel-ring", "N");

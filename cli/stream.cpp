@@ -153,24 +153,27 @@ void add_stream(CLI::App& command, StreamArguments& arguments) {
   add_text(command, "--tokens", arguments.tokens, "A stream of one document",
            "N");
   add_text(command, "--documents", arguments.documents,
-           "Documents laid end to end: length or length/slot, as in 5,3/8,0/4",
+           "Packed documents, end to end: length or length/slot, as in "
+           "5,3/8,0/4",
            "LIST");
   add_text(command, "--ranks", arguments.ranks, "Number of ranks", "N");
   add_text(command, "--layout", arguments.layout,
-           "contiguous, head-tail (default), per-document-head-tail, uneven",
+           "contiguous, head-tail (zigzag; default), per-document-head-tail "
+           "(zigzag varlen), uneven",
            "NAME");
   add_text(command, "--sizes", arguments.sizes,
            "Tokens of each rank for an uneven layout, as in 10,0,6", "LIST");
   command.add_flag("--pad", arguments.pad,
                    "Lengthen the stream (or its slots) until it splits");
   add_text(command, "--mask", arguments.mask,
-           "causal (default), full, sliding, compressed", "NAME");
+           "causal (default), full, sliding (SWA), compressed", "NAME");
   add_text(command, "--window", arguments.window, "Keys a sliding query sees",
            "N");
   add_text(command, "--ratio", arguments.ratio,
            "Tokens behind a compressed key", "N");
   add_text(command, "--prefix", arguments.prefix,
-           "Leading tokens of each document that see each other both ways",
+           "Leading tokens of each document that see each other both ways "
+           "(prefix LM)",
            "LIST");
 }
 
