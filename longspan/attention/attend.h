@@ -35,7 +35,7 @@ struct Attended {
 /// that sees no key has out 0 and lse -inf, and passes no gradient.
 ///
 /// On the CPU the same call gives the same bits in every run, and an infinity
-/// or a NaN reaches exactly those who see it. On CUDA torch's kernels decide:
+/// or a NaN reaches exactly the queries that see it. On CUDA torch decides:
 /// gradients may differ in the last bits from run to run unless torch is told
 /// to be deterministic, and a NaN may also reach rows of the same block.
 ///

@@ -8,8 +8,8 @@
 namespace longspan {
 
 /// Lengthens a batch to what a layout needs over `ranks` ranks, with shares of
-/// a multiple of `share` tokens; to as many tokens as an ownership has, where
-/// those are more.
+/// a multiple of `share` tokens; or to the tokens of an ownership, where it has
+/// more.
 PackedBatch pad(const PackedBatch& batch, const NamedLayout& layout, int ranks,
                 int64_t share = 1);
 PackedBatch pad(const PackedBatch& batch, const Ownership& ownership);
@@ -20,12 +20,12 @@ struct LaidOut {
   Ownership ownership;  ///< of the tokens of a padded row, or of the stream
 };
 
-/// As a named layout wants it. Rows are all cut alike, whatever documents they
+/// For a named layout. Rows are all cut alike, whatever documents they
 /// hold.
 LaidOut lay_out(RowBatch batch, const NamedLayout& layout, int ranks,
                 int64_t share = 1);
 
-/// As an ownership wants it; pads go to the end.
+/// For an ownership; pads go to the end.
 LaidOut lay_out(RowBatch batch, const Ownership& ownership, Form form);
 
 }  // namespace longspan

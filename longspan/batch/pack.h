@@ -12,8 +12,8 @@ namespace longspan {
 /// Rows or one stream of documents, with pads where the layout wants them.
 ///
 /// Nothing is copied: `source` still holds the tensors as loaded, and
-/// `placement` says where each token will stand. tensor(key) makes one
-/// of them; shard() moves straight from the source to a rank's share.
+/// `placement` says where each token will stand. tensor(key) makes one packed
+/// tensor; shard() moves straight from the source to a rank's share.
 struct PackedBatch {
   RowBatch source;
   Form form = Form::stream;
@@ -32,10 +32,10 @@ struct PackedBatch {
 /// around the documents of an attention or padding mask stay behind.
 PackedBatch pack(RowBatch batch, Form form);
 
-/// Lengthens a batch; what earlier padding added stays.
+/// Lengthens a batch by pads; pads of earlier calls stay.
 PackedBatch pad(const PackedBatch& batch, const PadTo& to);
 
-/// core's padding_for, for a form: rows are not cut inside documents.
+/// padding_for of core for a form: rows are not cut inside documents.
 PadTo padding_for(OwnershipKind kind, Form form, int ranks, int64_t share = 1);
 
 /// A per-token tensor as one axis of tokens: itself and its token axis for

@@ -18,7 +18,7 @@ struct LocalBatch {
 
 /// Keeps one rank's tokens of every per-token tensor. Out of place (the shares
 /// have memory of their own) and differentiable; positions and padding masks
-/// come from the packing where the batch brought none.
+/// are made from the packing where the batch has none.
 LocalBatch shard(const PackedBatch& batch, const Ownership& ownership,
                  int rank);
 
@@ -29,18 +29,18 @@ at::Tensor take_share(const at::Tensor& tensor, const Ownership& ownership,
 struct UnshardOptions {
   /// Back to the rows as loaded, [B, S, ...]; otherwise padded rows or stream.
   bool trim = true;
-  /// Stands where a loaded token was left behind by pack.
+  /// Value of loaded tokens that pack left out.
   at::Scalar fill = 0;
   /// Token axis of the shards; that of the cut unless given.
   std::optional<int64_t> axis = {};
 };
 
-/// The inverse of shard: the tensors of all ranks, in rank order, become one in
-/// the original order. Differentiable. With one rank, a list of one.
+/// The inverse of shard: the tensors of all ranks, in rank order, become one
+/// tensor in the original order. Differentiable. One rank gives a list of one.
 at::Tensor unshard(const std::vector<at::Tensor>& shards, const Cut& cut,
                    const UnshardOptions& options = {});
 
-/// The same from one tensor that holds all shares in rank order.
+/// unshard of one tensor that holds all shares, end to end in rank order.
 at::Tensor unshard(const at::Tensor& shares, const Cut& cut,
                    const UnshardOptions& options = {});
 

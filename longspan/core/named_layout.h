@@ -7,11 +7,11 @@
 
 namespace longspan {
 
-/// Whether rows stay rows, [B, S, ...] cut along S, or their documents become
-/// one stream [T, ...].
+/// Whether rows stay rows, [B, S, ...] cut along S (BSHD), or their documents
+/// become one stream [T, ...] (THD).
 enum class Form { rows, stream };
 
-/// "rows" or "stream", and back; `who` speaks when it is neither.
+/// "rows" or "stream", and back; `who` is named in the error for other words.
 std::string_view to_string(Form form);
 Form form_named(std::string_view who, std::string_view name);
 
@@ -26,7 +26,7 @@ struct NamedLayout {
 /// "per-document-head-tail".
 std::span<const NamedLayout> named_layouts();
 
-/// One of them; `who` speaks when there is none of that name.
+/// The layout of a name; `who` is named in the error when there is none.
 const NamedLayout& layout_named(std::string_view who, std::string_view name);
 
 }  // namespace longspan

@@ -11,17 +11,17 @@ namespace longspan {
 
 /// How keys and values reach the queries that need them.
 enum class KeyTransport {
-  ring,      ///< from neighbour to neighbour, one share at a time
-  gathered,  ///< every share to every rank, at once
-  needed,    ///< the same, but only tokens that some query there sees
+  ring,      ///< from neighbour to neighbour (Ring Attention, P2P)
+  gathered,  ///< every share to every rank, at once (all-gather)
+  needed,    ///< to each rank, at once, only tokens that a query there sees
 };
 
 /// How attention runs over the ranks.
 ///
 /// Ranks come in teams of `head_ranks` neighbours: inside a team tokens are
 /// traded for heads, so that each member has all tokens of the team for its
-/// share of the heads; between the teams keys travel. With teams of one this is
-/// plain key transport, and one team of all ranks is head-parallel.
+/// share of the heads; between the teams keys travel. Teams of one are plain
+/// key transport, one team of all ranks is head-parallel (DeepSpeed-Ulysses).
 struct Strategy {
   /// What `head_ranks` may be before over() makes it a number of ranks.
   static constexpr int kFitting = 0;    ///< what divides ranks and key heads
@@ -33,12 +33,12 @@ struct Strategy {
   /// "ring", "gathered", "needed", "head_parallel" and "head_parallel_ring".
   static std::span<const std::string_view> names();
 
-  /// The strategy of a name. "head_parallel_ring" has teams of `head_ranks`
-  /// ranks, or of as many as divide the ranks and the key heads; the other
-  /// names fix their teams.
+  /// The strategy of a name. "head_parallel_ring" (USP) has teams of
+  /// `head_ranks` ranks, or of as many as divide the ranks and the key heads;
+  /// the other names fix their teams.
   static Strategy named(std::string_view name, int head_ranks = kFitting);
 
-  /// The same for a group of so many ranks: its teams divide them.
+  /// This strategy for a group of `ranks` ranks, which its teams divide.
   Strategy over(int ranks, int64_t key_heads) const;
 
   std::string to_string() const;
@@ -46,7 +46,7 @@ struct Strategy {
   /// The name that named() takes, with head_ranks beside it for teams.
   std::string_view name() const;
 
-  /// The same for a group of so many ranks, where one team is "head_parallel".
+  /// The name in a group of `ranks` ranks, where one team is "head_parallel".
   std::string_view name(int ranks) const;
   friend bool operator==(const Strategy&, const Strategy&) = default;
 };

@@ -3,7 +3,7 @@ joined from those values.
 
 The words are those of the C++ library, and the work is done there. What most programs
 need is here; `longspan.comm` has collectives, `longspan.dsa` attention to selected keys,
-`longspan.values` the other values and what is made of them, `longspan.testing` slow and
+`longspan.values` the other values and what is made from them, `longspan.testing` slow and
 plain answers to compare with.
 """
 

@@ -147,7 +147,7 @@ def attend(
 
     ``q`` is [B, H, L, D] or packed [L, H, D], ``k`` and ``v`` likewise with H heads
     or fewer (GQA); L are the rank's own tokens in the ownership's local order.
-    `mask` (causal by default) and `layout` speak about the whole stream: `layout` is an
+    `mask` (causal by default) and `layout` describe the whole stream: `layout` is an
     `Ownership`, or the name of a layout for the packing of the mask. `attention` gives
     both at once, for many layers. Without a group there is one rank. `strategy` is a
     `Strategy` or its name; all give the same result.

@@ -96,8 +96,8 @@ def shard(
 
     The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
     else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
-    by default). `layout` is the name of a layout ("head-tail" by default), whose shares
-    are a multiple of `multiple` tokens; or an `Ownership` of the padded tokens (pads go to
+    by default). `layout` is the name of a layout ("head-tail" by default: zigzag), whose
+    shares are a multiple of `multiple` tokens; or an `Ownership` of the padded tokens (pads go to
     the end), where `form` says whether "rows" stay rows (as by default) or become one
     "stream". `shift_labels` says that labels are unshifted: each token then gets the label
     of the next one in its row, before the cut. `ahead` adds tensors for multi-token
@@ -166,8 +166,8 @@ def unshard(
     axis: int | None = None,
 ) -> torch.Tensor:
     """What shard cut, as one tensor in the original order: ``[B, S, ...]``, or with
-    ``trim=False`` as padded rows or stream. `fill` stands where packing left a
-    loaded pad behind. Differentiable.
+    ``trim=False`` as padded rows or stream. Loaded pads that packing left out come
+    back as `fill`. Differentiable.
 
     `tensors` is this rank's tensor when the batch was sharded with a group or one is
     given: all ranks must call, and each gets the whole.
@@ -258,7 +258,7 @@ class Place(NamedTuple):
 
 
 def _only_counts(group: Any) -> bool:
-    """Whether it is no group that communicates, but answers rank() and size()."""
+    """Whether it only answers rank() and size(), and cannot communicate."""
     return not isinstance(group, (_C.Group, torch.distributed.ProcessGroup)) and all(
         callable(getattr(group, name, None)) for name in ("rank", "size")
     )
@@ -276,7 +276,7 @@ class Reading:
 
     def rows_of(self, batch: Mapping[str, Any]) -> tuple[_C.RowBatch, dict[str, Any]]:
         """The tensors as rows, shifted where that was asked for, and the entries that are
-        no tensors."""
+        not tensors."""
         if not isinstance(batch, Mapping):
             raise TypeError(f"shard: expected a batch as a mapping, got {type(batch).__name__}")
         if isinstance(self.pass_through, str):

@@ -157,8 +157,8 @@ def parallelize(
     `strategy` is a `Strategy` or its name. `layout` says how batches are cut: the name
     of a layout, or an `Ownership`. `restore` undoes it all.
 
-    Understood are decoders of Hugging Face transformers, bare or wrapped (peft,
-    DDP, FSDP2, torch.compile). Only the instances inside `model` change, never a
+    Works for decoders of Hugging Face transformers, bare or wrapped (peft, DDP,
+    FSDP2, torch.compile). Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
     """
     from longspan import _transformers
@@ -216,7 +216,7 @@ def state_of(who: str, model: Any) -> Parallelized:
 
 
 def find_state(model: torch.nn.Module) -> Parallelized | None:
-    """The same, or None."""
+    """What `parallelize` noted about a model, or None."""
     for module in model.modules():
         state = vars(module).get(_MARK)
         if state is not None:

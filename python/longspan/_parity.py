@@ -1,5 +1,5 @@
 """Checks that users can run on their own models: the same answer on N ranks as
-on one, and no document that moves another."""
+on one, and no document that changes the output of another."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def leak_probe(
 ) -> list[Leak]:
     """Changes one document after another and watches the outputs of all others.
 
-    Returns what moved: an empty list proves, bit by bit, that no document saw
-    another. Documents are those of `seq_lens`, of `position_ids` that restart, or
+    Returns the outputs that changed: an empty list proves, bit by bit, that no document
+    saw another. Documents are those of `seq_lens`, of `position_ids` that restart, or
     rows. Token ids are shifted by one, embeddings are negated. `documents` limits
     how many are tried. Every rank of the group calls it with the same batch.
     """

@@ -8,8 +8,9 @@ from longspan import _C
 
 
 class Strategy(_C.Strategy):
-    """How attention runs over the ranks: one of `Strategy.names()`. A name alone is
-    taken wherever a strategy is. All give the same result.
+    """How attention runs over the ranks: "ring" (Ring Attention), "gathered" (all-gather),
+    "needed", "head_parallel" (DeepSpeed-Ulysses) or "head_parallel_ring" (USP). A name
+    is taken wherever a strategy is. All give the same result.
 
     "head_parallel_ring" has teams of `head_ranks` ranks, by default of as many as divide
     the ranks and the key heads; the other names fix their teams.

@@ -1,4 +1,5 @@
-"""Attention to selected keys, on one rank or over the ranks of a group.
+"""Attention to selected keys (sparse attention, DeepSeek's DSA), on one rank or over the
+ranks of a group.
 
 An indexer chooses `slots` keys for each query (`select_keys`), and attention looks
 at those alone (`attend_selected`); `select_and_attend` is one layer of both. Queries
@@ -41,7 +42,7 @@ _PAIRS = ("interleaved", "halves")
 
 
 class SelectedAnswer(NamedTuple):
-    """What `select_and_attend` returns; None for what nobody asked for."""
+    """What `select_and_attend` returns; None for results that were not asked for."""
 
     out: torch.Tensor
     indices: torch.Tensor
@@ -65,16 +66,16 @@ def select_keys(
     balanced: bool = False,
     scores: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The `slots` keys of each query with the greatest
+    """The `slots` keys of each query (top-k) with the greatest
     ``sum_h weights[t, h] * max(0, q[t, h] . k[s])``: int32 [L, slots], ascending,
-    then -1. Equal scores go to the lower key.
+    then -1. Of equal scores the lower key wins.
 
     ``q`` is [L, Hi, Di], ``k`` [L, Di], ``weights`` [L, Hi] in float32 (float64 for
     float64). Keys are those of the window [start, end); by default what the mask
     (causal unless given) lets the query see. `scores` also returns those, [L, slots],
-    with gradients to q, k and weights; -inf for an empty slot. `balanced` sends the
-    queries where work is even and the selections back: the same bits, sooner where
-    an ownership leaves the causal work uneven. Without a group there is one rank.
+    with gradients to q, k and weights; -inf for an empty slot. `balanced` spreads the
+    queries evenly over the ranks and sends the selections back: the same bits, and
+    faster where the layout leaves causal work uneven. Without a group there is one rank.
     """
     ranks = ranks_of(group)
     found, indices = torch.ops.longspan.select_keys(
@@ -106,8 +107,8 @@ def attend_selected(
     fetch: str = "gathered",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query to the keys of its own list, which may be that of an
-    earlier layer.
+    """Attention of each query to the keys of its own list (sparse attention); the list
+    may be that of an earlier layer.
 
     ``q`` is [L, H, D], ``kv`` [L, D] or [L, G, D], ``indices`` [L, slots] or
     [L, G, slots]; values are the first `value_dim` channels of keys (all by default).
@@ -158,7 +159,7 @@ def select_and_attend(
     Gathered, `kv` and `index_k` (of one type) travel together in one exchange;
     needed, index keys come first and then the selected rows of `kv`. With `scores`
     the indexer is trained: scores carry gradients to its three tensors. `target`
-    adds what the heads look at, for `index_loss`, without another exchange.
+    adds the heads' attention weights for `index_loss`, without another exchange.
     """
     ranks = ranks_of(group)
     out, lse, found, shares, indices = torch.ops.longspan.select_and_attend(
@@ -222,7 +223,7 @@ def selected_weights(
     group: Any = None,
     fetch: str = "gathered",
 ) -> torch.Tensor:
-    """What the heads of a query look at, summed over heads and normalised over its
+    """Attention weights summed over the heads of a query and normalised over its
     slots: [L, slots], or [L, G, slots]. `lse` is that of `attend_selected`. No
     gradient: this is the target of `index_loss`."""
     ranks = ranks_of(group)
@@ -254,8 +255,8 @@ def top_keys(
 
 
 def index_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What trains an indexer: for each query the divergence of softmax(scores) from
-    `target` over its slots, [L]. Empty slots and queries without keys count 0.
+    """The loss that trains an indexer: for each query the KL divergence of
+    softmax(scores) from `target` over its slots, [L]. Empty slots and queries without keys count 0.
 
     Losses belong to the rank's own queries. Their sum divided by the number of
     queries of *all* ranks (``reduce_loss(loss.sum(), count, group)``) gives gradients
@@ -375,7 +376,7 @@ def _attention(
     attention: AttentionLayout | None,
     ranks: Group,
 ) -> torch.Tensor | None:
-    """What the operators take; None where one rank holds everything as it lies."""
+    """What the operators take; None where one rank holds the whole stream."""
     if attention is not None:
         if mask is not None or layout is not None:
             raise ValueError(f"{who}: `attention` already holds mask and owners; leave them out")

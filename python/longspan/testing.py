@@ -49,5 +49,6 @@ def kernel_levels() -> list[_C.KernelLevel]:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two answers over different keys become one; -inf means "saw no key"."""
+    """Joins two answers over different keys by their log-sum-exp (online softmax);
+    lse -inf means "saw no key"."""
     return _C.merge(out, lse, other_out, other_lse)

@@ -1,4 +1,4 @@
-"""Values beside those at the top, and what is made of them: batches before and after
+"""Values beside those at the top, and what is made from them: batches before and after
 the cut, tiles and work of ranks, tensors that say where documents lie, pictures."""
 
 from longspan._batch import pack, pad, shard_chunks

@@ -10,7 +10,7 @@ namespace longspan::nemo {
 at::Tensor pad_tokens(const at::Tensor& tensor, int64_t axis, int64_t count,
                       const at::Scalar& value);
 
-/// The same with last + 1, last + 2, ... as values.
+/// Right padding of positions with last + 1, last + 2, ... as values.
 at::Tensor continue_positions(const at::Tensor& positions, int64_t axis,
                               int64_t count);
 

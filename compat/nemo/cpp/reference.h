@@ -48,7 +48,7 @@ at::Tensor document_partition(const at::Tensor& cu, int64_t total, int ranks,
 /// at least one key. Entries below 0 at the end of the lists are ignored.
 KeyWindows padded_windows(const at::Tensor& cu, const at::Tensor& cu_padded);
 
-/// The same for documents without pads; begin int32, end int64.
+/// padded_windows for documents without pads; begin int32, end int64.
 KeyWindows compact_windows(const at::Tensor& cu);
 
 /// true = pad, [B, S]. Rule::corrected is pads_of_attention_mask; the reference

@@ -224,8 +224,8 @@ def _gather(present: Mapping[str, Tensor], like: Tensor, group: Group) -> Rows:
     types, groups = present.get(TYPES), present.get(GROUPS)
     if groups is None and types is not None and is_strict():
         groups = vision_group_ids(types)
-    # The same shape whatever a rank has: so that a rank with other tensors than the
-    # rest is told so, instead of waiting.
+    # One shape whatever tensors a rank has, so that a rank whose tensors differ from
+    # the others' gets an error instead of waiting.
     share = torch.zeros(batch, local, 3, dtype=torch.int64, device=like.device)
     if DOCUMENTS in present:
         share[..., 0] = present[DOCUMENTS]

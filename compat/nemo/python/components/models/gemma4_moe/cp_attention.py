@@ -148,7 +148,7 @@ def _run_gemma4_flex_chunk(
 
 
 def _wide_chunk(module: Any, ctx: Any, **chunk: Any) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """The same with an output in float32 or more."""
+    """`_run_gemma4_flex_chunk` with an output in float32 or more."""
     return run_chunk(module, ctx, _base_gemma4_cp_mask, **chunk)
 
 
@@ -169,7 +169,8 @@ def _direct_exchange(
     send_cp_rank: int,
     recv_cp_rank: int,
 ) -> None:
-    """The same at a distance; all ranks at the same one."""
+    """Pairs (mine, buffer): mine goes to `send_cp_rank`, the buffer gets that of
+    `recv_cp_rank`; the distance is the same on all ranks."""
     for mine, buffer in tensors:
         buffer.copy_(rotate(mine.contiguous(), send_cp_rank - cp_rank, group=Group.of(cp_group)))
 
