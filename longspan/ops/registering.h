@@ -70,9 +70,11 @@ struct Casts {
 
 [[noreturn]] void refuse_second_derivative(const char* who);
 
-/// Whether an argument asks for a gradient.
+/// Whether an argument asks for a gradient, or has one of forward mode, which
+/// autograd refuses by itself.
 inline bool asks_for_gradient(const at::Tensor& t) {
-  return t.defined() && t.requires_grad();
+  return t.defined() && ((at::GradMode::is_enabled() && t.requires_grad()) ||
+                         t._fw_grad(/*level=*/0).defined());
 }
 inline bool asks_for_gradient(const OptionalTensor& t) {
   return t && asks_for_gradient(*t);
@@ -191,9 +193,7 @@ class Operator<Op, std::tuple<T&...>> {
   }
 
   static Result autograd(Passed<T>... a) {
-    const bool asked =
-        at::GradMode::is_enabled() && (asks_for_gradient(a) || ...);
-    if (!asked) return below_autograd(a...);
+    if (!(asks_for_gradient(a) || ...)) return below_autograd(a...);
     if constexpr (requires { Op::kDerivativeOf; }) {
       refuse_second_derivative(Op::kDerivativeOf);
     } else if constexpr (requires(const Op& op) { op.gradients({}, {}); }) {
