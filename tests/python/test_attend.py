@@ -259,6 +259,7 @@ def test_float64_gives_the_one_rank_answer(case: Case, ranks: int) -> None:
     check_case(case, ranks, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -334,6 +334,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_ranks_with_different_plans_all_end_in_time(name: str) -> None:
     def body(group: Group) -> tuple[str, str]:
@@ -392,6 +393,7 @@ def test_a_rank_that_raises_ends_the_others_at_once(stage: str, strategy: str) -
     assert sorted(ended) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @each_strategy
 def test_a_rank_that_skips_backward_is_named(strategy: str) -> None:
     def body(group: Group) -> str:
@@ -412,6 +414,7 @@ def test_a_rank_that_skips_backward_is_named(strategy: str) -> None:
     assert re.search(r" attention backward, .*: rank 2 waited [\d.]+ s for rank \d: ", words[2])
 
 
+@pytest.mark.slow
 @each_strategy
 def test_a_slow_rank_is_waited_for(strategy: str) -> None:
     def body(group: Group) -> tuple[str, str]:
@@ -480,6 +483,7 @@ def test_two_groups_at_once_keep_apart() -> None:
 # ---- Real processes, and one that dies.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, stops_in", [("ring", "forward"), ("ring", "backward"), ("head_parallel", "backward")]
 )
@@ -577,6 +581,7 @@ def passes(
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, ranks",
     [(torch.float32, 1), (torch.float32, 2), (torch.float32, 3), (torch.bfloat16, 2)],

@@ -85,6 +85,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 # ---- Registration.
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("with_sink", [False, True], ids=["no_sink", "sink"])
 def test_operators_of_one_rank_pass_opcheck(packed: bool, with_sink: bool) -> None:
@@ -101,6 +102,7 @@ def test_operators_of_one_rank_pass_opcheck(packed: bool, with_sink: bool) -> No
     )
 
 
+@pytest.mark.slow
 def test_two_processes_pass_opcheck_and_compile_once_for_every_length() -> None:
     outputs = outputs_of(start_ranks("attend_two_ranks.py", 2))
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)

@@ -673,6 +673,7 @@ def test_info_names_the_level_that_is_used():
     assert not set(names) & set(facts["attention_levels"])
 
 
+@pytest.mark.slow
 def test_info_from_python_adds_torch():
     import torch
 

@@ -156,6 +156,7 @@ def test_two_runs_at_once():
     assert results == [[[2] * 20, [0] * 20, [1] * 20]] * 2
 
 
+@pytest.mark.slow
 def test_groups_are_made_on_many_threads_at_once():
     """In a process of its own: what goes wrong ends the process."""
     made = subprocess.run(
@@ -213,6 +214,7 @@ def test_collectives_of_one_rank_return_their_argument():
     assert longspan.comm.roll(x, 4, **sizes) is x
 
 
+@pytest.mark.slow
 def test_operators_of_one_rank_pass_opcheck():
     x = torch.randn(4, 2, requires_grad=True)
     ops = torch.ops.longspan
@@ -281,11 +283,13 @@ def test_half_an_environment_is_refused(monkeypatch):
         Group.from_environment()
 
 
+@pytest.mark.slow
 def test_two_processes():
     outputs = outputs_of(start_ranks("two_ranks.py", 2))
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "backend"), [("destroy", "destroyed"), ("leave", "gloo")])
 def test_a_program_with_groups_and_models_in_globals_ends_in_peace(way, backend):
     """Torch's groups end when they are destroyed, whoever still knows them: a thread

@@ -56,10 +56,12 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_layouts_of_the_demo_lose_nothing() -> None:
     assert "Nothing is lost, doubled or moved." in run_example("layouts.py")
 
 
+@pytest.mark.slow
 def test_the_attention_of_the_demo_is_that_of_one_rank() -> None:
     found = json.loads(run_example("attention.py", "--json"))
     assert found["wrong"] == 0

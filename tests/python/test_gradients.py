@@ -30,6 +30,7 @@ def four_ranks() -> list[str]:
     return outputs_of(start_ranks(SCRIPT, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_on_two_replicas_of_two_ranks(case: str, four_ranks: list[str]) -> None:
     for rank, output in enumerate(four_ranks):

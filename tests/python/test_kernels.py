@@ -11,6 +11,8 @@ import torch
 
 import longspan
 
+pytestmark = pytest.mark.slow  # every test starts an interpreter
+
 SCRIPT = """
 import torch, longspan
 q = torch.randn(1, 2, 9, 8, dtype=torch.bfloat16)

@@ -122,6 +122,7 @@ def test_lists_refuse(message: str, call: Any) -> None:
         call(torch.zeros(1, 2).long())
 
 
+@pytest.mark.slow
 def test_lists_and_windows_compile_whole() -> None:
     def both(queries: torch.Tensor, cu: torch.Tensor, mask: torch.Tensor) -> Any:
         tokens = queries.shape[1]

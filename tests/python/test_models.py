@@ -90,6 +90,7 @@ def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
     check(over_ranks(family, case, ranks), answer(family, case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("strategy", [s for s in longspan.Strategy.names() if s != "ring"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,6 +125,7 @@ def test_other_decoders_need_nothing_of_their_own(family: str, ranks: int) -> No
     check(over_ranks(family, "rows", ranks), answer(family, "rows"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_as_exact_as_one_rank(family: str, ranks: int) -> None:

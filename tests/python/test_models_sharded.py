@@ -11,6 +11,8 @@ import sys
 import pytest
 from processes import outputs_of, start_ranks
 
+pytestmark = pytest.mark.slow  # processes train
+
 pytest.importorskip("transformers")
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hf_finetune.py"

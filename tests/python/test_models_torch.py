@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import FAMILIES, answer_of, decoder, gradients_of, packed
 
+pytestmark = pytest.mark.slow  # graphs are compiled
+
 #: Batches of other lengths and other numbers of documents.
 LENGTHS = ([4, 9, 1, 11], [21, 2, 8], [40], [3] * 9)
 

@@ -345,6 +345,7 @@ def cases(requires_grad: bool) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", cases(False))
 def test_is_registered_correctly(name: str, requires_grad: bool) -> None:
@@ -352,6 +353,7 @@ def test_is_registered_correctly(name: str, requires_grad: bool) -> None:
     torch.library.opcheck(op, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rotate", "dense", "scores"])
 def test_compiles_whole(name: str) -> None:
     op, arguments = cases(True)[name]

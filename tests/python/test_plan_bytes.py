@@ -131,6 +131,7 @@ def planned(call: Call, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     return forward, backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_attention_sends_what_its_plan_says(dtype: torch.dtype, ranks: int) -> None:

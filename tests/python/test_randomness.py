@@ -63,6 +63,7 @@ def test_a_scope_leaves_the_generator_as_it_was() -> None:
     assert own == longspan.comm.rank_seed(3)
 
 
+@pytest.mark.slow
 def test_recomputation_draws_the_same_numbers() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))

@@ -9,6 +9,8 @@ import sys
 import pytest
 from processes import outputs_of, start_ranks
 
+pytestmark = pytest.mark.slow  # programs start, and one is compiled
+
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("LONGSPAN_BUILD", ROOT / "build" / "dev"))
 README = (ROOT / "README.md").read_text()

@@ -449,6 +449,7 @@ def test_empty_slots_and_blind_queries_lose_nothing(device: str) -> None:
 # Tracing
 
 
+@pytest.mark.slow
 @devices
 def test_operators_pass_torchs_own_checks(device: str) -> None:
     t = Case("opcheck", sink=True, groups=2).tensors(torch.float32, device)

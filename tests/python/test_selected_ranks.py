@@ -625,6 +625,7 @@ def test_ranks_compare_their_own_queries() -> None:
 # ---- Torch.
 
 
+@pytest.mark.slow
 def test_operators_of_one_rank_pass_opcheck() -> None:
     owners = Ownership.of_ranges([[(9, 14), (0, 9)]])
     layout = longspan.AttentionLayout(owners).tensor
@@ -662,6 +663,7 @@ def test_operators_of_one_rank_pass_opcheck() -> None:
         torch.library.opcheck(op.default, arguments)
 
 
+@pytest.mark.slow
 def test_two_processes_pass_opcheck_and_compile_once_for_every_length() -> None:
     outputs = outputs_of(start_ranks("selected_two_ranks.py", 2))
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)
