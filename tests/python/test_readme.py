@@ -42,7 +42,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_python_lines_run_as_printed() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", blocks("python")[0]], capture_output=True, text=True, check=False
+        [sys.executable, "-c", blocks("python")[1]], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 4" in done.stdout
@@ -50,7 +50,7 @@ def test_the_python_lines_run_as_printed() -> None:
 
 def test_the_lines_with_a_model_run_on_any_number_of_ranks() -> None:
     pytest.importorskip("transformers")
-    lines = blocks("python")[1]
+    lines = blocks("python")[0]
     alone = subprocess.run(
         [sys.executable, "-c", lines], capture_output=True, text=True, check=False
     )
