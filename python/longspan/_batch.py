@@ -295,6 +295,11 @@ class Reading:
     def _shifted(self, rows: _C.RowBatch) -> _C.RowBatch:
         if self.shift_labels:
             rows = _C.shift_left(rows, "labels", "labels")
+        if self.ahead is not None and not isinstance(self.ahead, Mapping):
+            raise TypeError(
+                f"shard: ahead is a {type(self.ahead).__name__}; expected a mapping from a new "
+                f"key to (key, steps)"
+            )
         for name, what in (self.ahead or {}).items():
             if not (isinstance(what, tuple) and len(what) == 2 and isinstance(what[0], str)):
                 raise TypeError(f"shard: ahead['{name}'] is {what!r}; expected (key, steps)")
@@ -366,6 +371,10 @@ def _cut(
         if layout.ranks != place.ranks:
             raise ValueError(
                 f"shard: the ownership has {layout.ranks} ranks, the group {place.ranks}"
+            )
+        if multiple != 1:
+            raise ValueError(
+                f"shard: {layout} says how many tokens a rank holds; leave `multiple` out"
             )
         name = "rows" if form is None else form
         packed, ownership = _C.lay_out(rows, layout, name)

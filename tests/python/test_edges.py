@@ -102,10 +102,20 @@ REFUSED = {
         ValueError,
         "shard: form 'grid' is not one of rows, stream",
     ),
+    "multiple beside an ownership": (
+        lambda: longspan.shard(ROWS, layout=longspan.Ownership.contiguous(6, 1), multiple=4),
+        ValueError,
+        "says how many tokens a rank holds; leave `multiple` out",
+    ),
     "rank that is no int": (
         lambda: longspan.shard(ROWS, rank=0.0, ranks=2),
         TypeError,
         "rank is a float; expected an int",
+    ),
+    "ahead as a list": (
+        lambda: longspan.shard(ROWS, ahead=["input_ids"]),
+        TypeError,
+        "ahead is a list; expected a mapping",
     ),
     "ahead without steps": (
         lambda: longspan.shard(ROWS, ahead={"next": "input_ids"}),
