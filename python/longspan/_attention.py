@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,7 @@ class AttentionLayout:
                 "AttentionLayout: expected an Ownership or what shard returned, "
                 f"got {type(owners).__name__}"
             )
-        masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
-        for one in masks:
-            if not isinstance(one, _C.Mask):
-                raise TypeError(f"AttentionLayout: a mask is a {type(one).__name__}, not a Mask")
-        self.tensor = _C.attention_layout(ownership, masks)
+        self.tensor = _C.attention_layout(ownership, masks_of("AttentionLayout", mask))
 
     @staticmethod
     def of_tensor(tensor: torch.Tensor) -> AttentionLayout:
@@ -85,6 +81,35 @@ register_pytree_node(
 )
 
 
+def masks_of(who: str, mask: _C.Mask | Sequence[_C.Mask] | None) -> list[_C.Mask]:
+    """One mask, or one a row, as a list; None is an empty one."""
+    if mask is None:
+        return []
+    if not isinstance(mask, (_C.Mask, Iterable)):
+        raise TypeError(f"{who}: mask is a {type(mask).__name__}; expected a Mask, or one a row")
+    masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
+    for one in masks:
+        if not isinstance(one, _C.Mask):
+            raise TypeError(f"{who}: a mask is a {type(one).__name__}, not a Mask")
+    return masks
+
+
+def layout_named(who: str, layout: Any) -> _C.NamedLayout:
+    """What the name of a layout stands for; a TypeError where it is none and no
+    `Ownership`, which callers have looked for."""
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
+        )
+    return _C.layout_named(who, layout)
+
+
+def check_ownership(who: str, ownership: Any) -> None:
+    """For functions that take no names, since nothing tells them of tokens and ranks."""
+    if not isinstance(ownership, _C.Ownership):
+        raise TypeError(f"{who}: expected an Ownership, got {type(ownership).__name__}")
+
+
 def ownership_of(
     who: str,
     layout: str | _C.Ownership | None,
@@ -100,12 +125,8 @@ def ownership_of(
         if ranks != 1:
             raise ValueError(f"{who}: {ranks} ranks need a layout; give `layout` or `attention`")
         return _C.Ownership.contiguous(here, 1)
-    if not isinstance(layout, str):
-        raise TypeError(
-            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
-        )
-    named = _C.layout_named(who, layout)
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask or ())
+    named = layout_named(who, layout)
+    masks = masks_of(who, mask)
     if not masks and ranks == 1:
         return _C.Ownership.contiguous(here, 1)
     if not masks or (named.form == "stream" and len(masks) > 1):
@@ -194,7 +215,8 @@ def plan(
     rows: int = 1,
 ) -> _C.Plan:
     """What a rank will compute, send and receive; print it to see the steps."""
+    check_ownership("plan", ownership)
     if mask is None:
         mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
+    masks = masks_of("plan", mask)
     return _C.Plan.of(ownership, masks, Strategy.of(strategy), rank, key_heads, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longspan import _C
+from longspan._attention import check_ownership, masks_of
 from longspan._strategy import Strategy
 
 
@@ -19,6 +20,7 @@ def draw(
     step, and how much work each rank has. `against` draws a second ownership
     beside the first. Print the result, show it in a notebook, or write
     ``picture.to_svg()`` to a file."""
+    check_ownership("draw", ownership)
     if mask is not None and packing is not None:
         raise ValueError("draw: the mask already says where documents lie; leave packing out")
     if against is not None:
@@ -44,11 +46,12 @@ def draw_plan(
 ) -> _C.Picture:
     """What every rank computes, sends and receives at each step of a strategy, and
     the bytes it sends forward and backward; the mask is causal by default."""
+    check_ownership("draw_plan", ownership)
     if mask is None:
         mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
     return _C.draw_plan(
         ownership,
-        [mask] if isinstance(mask, _C.Mask) else list(mask),
+        masks_of("draw_plan", mask),
         Strategy.of(strategy),
         heads,
         heads if key_heads is None else key_heads,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from longspan import _C
+from longspan._attention import masks_of
 
 #: Operations on selected keys, and what kernels call their work.
 _SELECTED = {
@@ -64,5 +65,5 @@ def which_kernel(
         if slots is None:
             raise ValueError(f"which_kernel: {operation} needs `slots`, the keys of a query")
         return _C.which_indexer_kernel(q, k, third, slots, _INDEXER[operation])
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask or ())
+    masks = masks_of("which_kernel", mask)
     return _C.which_kernel(q, k, third, masks, 0.0 if softcap is None else softcap)

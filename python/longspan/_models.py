@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from longspan import _C
-from longspan._attention import AttentionLayout, attend
+from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
 from longspan._strategy import Strategy
 
@@ -228,11 +228,7 @@ def find_state(model: torch.nn.Module) -> Parallelized | None:
 def check_layout(who: str, layout: Any, ranks: int) -> None:
     """That it is the name of a layout, or an ownership for so many ranks."""
     if not isinstance(layout, _C.Ownership):
-        if not isinstance(layout, str):
-            raise TypeError(
-                f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
-            )
-        _C.layout_named(who, layout)
+        layout_named(who, layout)
     elif layout.ranks != ranks:
         raise ValueError(f"{who}: the ownership has {layout.ranks} ranks, the group {ranks}")
 

@@ -19,7 +19,7 @@ class Strategy(_C.Strategy):
     def __init__(self, name: str, head_ranks: int | None = None) -> None:
         super().__init__(name, head_ranks)
         # Plain attributes, so that torch.compile can look through properties.
-        self._name = name
+        self._name = super().name
         self._head_ranks = super().head_ranks
 
     @staticmethod
@@ -31,10 +31,7 @@ class Strategy(_C.Strategy):
             return Strategy(strategy)
         if isinstance(strategy, _C.Strategy):
             return Strategy(strategy.name, strategy.head_ranks)
-        raise TypeError(
-            f"Strategy: expected one of {', '.join(Strategy.names())}, or a Strategy; "
-            f"got {type(strategy).__name__}"
-        )
+        raise _no_strategy(strategy)
 
     @property
     def name(self) -> str:
@@ -53,4 +50,13 @@ def operator_arguments(strategy: str | _C.Strategy) -> tuple[str, int]:
     """What operators take for it: the name, and 0 where the group decides on teams."""
     if isinstance(strategy, str):
         return strategy, 0
+    if not isinstance(strategy, _C.Strategy):
+        raise _no_strategy(strategy)
     return strategy.name, strategy.head_ranks or 0
+
+
+def _no_strategy(given: Any) -> TypeError:
+    return TypeError(
+        f"Strategy: expected one of {', '.join(Strategy.names())}, or a Strategy; "
+        f"got {type(given).__name__}"
+    )

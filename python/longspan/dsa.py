@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C
-from longspan._attention import AttentionLayout, attention_tensor, ownership_of
+from longspan._attention import (
+    AttentionLayout,
+    attention_tensor,
+    layout_named,
+    masks_of,
+    ownership_of,
+)
 from longspan._group import Group, ranks_of
 
 __all__ = [
@@ -125,7 +131,7 @@ def attend_selected(
         sink,
         scale,
         0 if value_dim is None else value_dim,
-        _attention("attend_selected", None, layout, attention, ranks),
+        _owners("attend_selected", layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -203,7 +209,7 @@ def score_selected(
         k,
         weights,
         indices,
-        _attention("score_selected", None, layout, attention, ranks),
+        _owners("score_selected", layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -234,7 +240,7 @@ def selected_weights(
         lse,
         sink,
         scale,
-        _attention("selected_weights", None, layout, attention, ranks),
+        _owners("selected_weights", layout, attention, ranks),
         fetch,
         ranks.name,
     )
@@ -286,7 +292,7 @@ def compare_selections(
     queries, and all must call it.
     """
     ranks = ranks_of(group)
-    made = _attention("compare_selections", None, layout, attention, ranks)
+    made = _owners("compare_selections", layout, attention, ranks)
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
 
@@ -369,6 +375,22 @@ def index_scores(
     return scores
 
 
+def _owners(
+    who: str,
+    layout: str | _C.Ownership | None,
+    attention: AttentionLayout | None,
+    ranks: Group,
+) -> torch.Tensor | None:
+    """What the operators take where lists of keys stand for a mask."""
+    if attention is None and isinstance(layout, str) and ranks.size() > 1:
+        layout_named(who, layout)
+        raise ValueError(
+            f"{who}: layout '{layout}' does not say how many tokens there are; give an "
+            f"Ownership, or `attention`"
+        )
+    return _attention(who, None, layout, attention, ranks)
+
+
 def _attention(
     who: str,
     mask: _C.Mask | Sequence[_C.Mask] | None,
@@ -383,10 +405,8 @@ def _attention(
         return attention_tensor(who, attention)
     if mask is None and ranks.size() == 1 and not isinstance(layout, _C.Ownership):
         if layout is not None:
-            _C.layout_named(who, layout)
+            layout_named(who, layout)
         return None
-    first = mask if isinstance(mask, _C.Mask) else next(iter(mask or ()), None)
-    if mask is not None and not isinstance(first, _C.Mask):
-        raise TypeError(f"{who}: a mask is a {type(first).__name__}, not a Mask")
-    here = 0 if first is None else first.queries
+    masks = masks_of(who, mask)
+    here = masks[0].queries if masks else 0
     return AttentionLayout(ownership_of(who, layout, mask, ranks.size(), here), mask).tensor

@@ -202,6 +202,10 @@ REFUSED = [
             "AttentionLayout: no mask; give one, or one a row"),
     Refusal("mask_as_a_tensor", without_attention(layout=OWNERS, mask=torch.ones(16, 16)),
             "AttentionLayout: a mask is a Tensor, not a Mask", TypeError),
+    Refusal("mask_as_a_number", without_attention(layout=OWNERS, mask=3),
+            "AttentionLayout: mask is a int; expected a Mask, or one a row", TypeError),
+    Refusal("mask_by_name", without_attention(layout="head-tail", mask="causal"),
+            "attend: a mask is a str, not a Mask", TypeError),
     Refusal("layout_by_name_without_a_mask", without_attention(layout="head-tail"),
             "attend: layout 'head-tail' needs a mask, whose packing it cuts; give it, an "
             "Ownership, or `attention`"),
@@ -216,6 +220,8 @@ REFUSED = [
             "attend: layout is a Tensor; expected a name or an Ownership", TypeError),
     Refusal("attention_as_a_tensor", {"attention": LAYOUT},
             "attend: attention is a Tensor; expected an AttentionLayout", TypeError),
+    Refusal("strategy_as_a_number", {"strategy": 3},
+            f"Strategy: expected one of {NAMES}, or a Strategy; got int", TypeError),
     Refusal("group_by_size", {"group": 2},
             "Group: expected a process group, a DeviceMesh or a name, got int", TypeError),
 ]  # fmt: skip

@@ -107,6 +107,8 @@ REFUSED = {
         ValueError,
         "says how many tokens a rank holds; leave `multiple` out",
     ),
+    "plan of a name": (lambda: longspan.plan("head-tail"), TypeError, "expected an Ownership, got"),
+    "picture of a name": (lambda: longspan.draw("ring"), TypeError, "expected an Ownership, got"),
     "rank that is no int": (
         lambda: longspan.shard(ROWS, rank=0.0, ranks=2),
         TypeError,

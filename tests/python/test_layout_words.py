@@ -114,6 +114,8 @@ def test_teams_are_part_of_a_strategy() -> None:
     assert repr(teams) == "Strategy('head_parallel_ring', head_ranks=2)"
     planned = longspan.plan(Ownership.head_tail(24, 4), strategy=teams, key_heads=4)
     assert planned.strategy == teams
+    alone = Strategy("head_parallel_ring", head_ranks=1)
+    assert alone == Strategy("ring") and alone.name == "ring"
     with pytest.raises(ValueError, match="'head_parallel' is one team, but head_ranks is 2"):
         Strategy("head_parallel", head_ranks=2)
     with pytest.raises(ValueError, match="'spiral' is not one of ring, gathered"):

@@ -822,6 +822,10 @@ def test_lists_and_logs_are_checked_before_anything_is_sent() -> None:
              "expected what attend_selected returned"),
             (lambda: longspan.dsa.select_keys(*index, slots=3, start=lists[:, 0], **where),
              "select_keys: one of `start` and `end` is missing; give both or none"),
+            (lambda: longspan.dsa.attend_selected(
+                q, kv, lists, scale=SCALE, layout="head-tail", group=group),
+             "attend_selected: layout 'head-tail' does not say how many tokens there are; give an "
+             "Ownership, or `attention`"),
         ]  # fmt: skip
         for call, message in calls:
             with pytest.raises(ValueError) as raised:
