@@ -96,12 +96,12 @@ def shard(
 
     The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
     else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
-    by default). `layout` is the name of a layout ("head-tail" by default: zigzag), whose
-    shares are a multiple of `multiple` tokens; or an `Ownership` of the padded tokens (pads go to
-    the end), where `form` says whether "rows" stay rows (as by default) or become one
-    "stream". `shift_labels` says that labels are unshifted: each token then gets the label
-    of the next one in its row, before the cut. `ahead` adds tensors for multi-token
-    prediction, {"next_ids": ("input_ids", 1)}.
+    by default). `layout` is a name of `longspan.values.named_layouts()` ("head-tail" by
+    default: zigzag), whose shares are a multiple of `multiple` tokens; or an `Ownership` of the
+    padded tokens (pads go to the end), where `form` says whether "rows" stay rows (as by
+    default) or become one "stream". `shift_labels` says that labels are unshifted: each
+    token then gets the label of the next one in its row, before the cut. `ahead` adds
+    tensors for multi-token prediction, {"next_ids": ("input_ids", 1)}.
 
     With a group the ranks first compare hashes of the tensors and of the layout, in
     one small exchange: where they were given different data, every rank raises and

@@ -154,8 +154,9 @@ def parallelize(
     """Makes the attention of a model run over the ranks of `group`; returns the
     same object. Batches then come from ``shard(batch, group, model=model)``.
 
-    `strategy` is a `Strategy` or its name. `layout` says how batches are cut: the name
-    of a layout, or an `Ownership`. `restore` undoes it all.
+    `strategy` is a `Strategy` or its name: "ring" (Ring Attention), "head_parallel"
+    (DeepSpeed-Ulysses), ... `layout` says how batches are cut: an `Ownership`, or a name of
+    `longspan.values.named_layouts()` such as "head-tail" (zigzag). `restore` undoes it all.
 
     Works for decoders of Hugging Face transformers, bare or wrapped (peft, DDP,
     FSDP2, torch.compile). Only the instances inside `model` change, never a
