@@ -4,8 +4,9 @@ same model after `parallelize`.
     make bench-gpu
     python bench/packed_step.py --tokens 32768 --documents 16
 
-Four layers with the widths of an 8B Llama, bf16, checkpointing, forward and
-backward with the model's own loss. Both see the documents in `position_ids`: then
+Four layers with the widths of an 8B Llama, bf16, forward and backward with the
+model's own loss, once over its 128,256 words and once over a thousand: then it is
+the layers that are timed. Both see the documents in `position_ids`: then
 transformers masks the other documents out, and what is compared is two right
 answers. The losses and the gradient of the embedding must agree as bf16 does.
 """
@@ -28,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import longspan
 
 
-def model_of(layers: int) -> LlamaForCausalLM:
+def model_of(layers: int, words: int, checkpointing: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128256,
+        vocab_size=words,
         hidden_size=4096,
         intermediate_size=14336,
         num_attention_heads=32,
@@ -43,12 +44,13 @@ def model_of(layers: int) -> LlamaForCausalLM:
     config._attn_implementation = "sdpa"
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def batch_of(tokens: int, documents: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(128256, (1, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+def batch_of(tokens: int, documents: int, words: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(words, (1, tokens), generator=torch.Generator().manual_seed(1)).cuda()
     positions = torch.arange(tokens // documents, device="cuda").repeat(documents)[None]
     labels = ids.masked_fill(positions == 0, -100)  # a document's first token has no predecessor
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
@@ -83,8 +85,10 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
-def measure(tokens: int, documents: int, layers: int, rounds: int) -> dict[str, Any]:
-    model, batch = model_of(layers), batch_of(tokens, documents)
+def measure(documents: int, words: int, options: argparse.Namespace) -> dict[str, Any]:
+    tokens, rounds = options.tokens, options.rounds
+    model = model_of(options.layers, words, options.checkpointing)
+    batch = batch_of(tokens, documents, words)
     loss = step(model, batch)
     gradient = model.model.embed_tokens.weight.grad.clone()
     plain, plain_peak = milliseconds(model, batch, rounds)
@@ -101,7 +105,8 @@ def measure(tokens: int, documents: int, layers: int, rounds: int) -> dict[str, 
     again, _ = milliseconds(model, batch, rounds)
     plain = min(plain, again)
     return {
-        "work": f"{layers} layers, {tokens} tokens, {documents} documents",
+        "work": f"{options.layers} layers, {words} words, {tokens} tokens, "
+        f"{documents} document{'s' if documents > 1 else ''}",
         "right": errors["loss"] < 1e-3 and errors["gradient"] < 3e-2,
         "errors": errors,
         "transformers_ms": plain,
@@ -119,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"- date: {datetime.date.today()}, commit: {commit()}",
         f"- command: `make bench-gpu`, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
         f"- {versions()}, transformers {transformers.__version__} (sdpa)",
-        "- widths of an 8B Llama, bf16, checkpointing, the model's own loss, forward and backward",
+        "- widths of an 8B Llama, bf16, the model's own loss, forward and backward",
         "",
         "| work | off from transformers: loss, gradient | transformers | ours | ratio "
         "| peak over weights |",
@@ -139,7 +144,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--documents", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--words", type=int, nargs="+", default=[128256, 1024])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", type=pathlib.Path, help="the folder to write the table to")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -148,7 +155,8 @@ def main() -> int:
         print("bench/packed_step.py: there is no CUDA device here", file=sys.stderr)
         return 1
     rows = [
-        measure(options.tokens, documents, options.layers, options.rounds)
+        measure(documents, words, options)
+        for words in options.words
         for documents in options.documents
     ]
     text = table(rows)

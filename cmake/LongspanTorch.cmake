@@ -22,6 +22,10 @@ if(NOT TARGET Longspan::libtorch)
   # Only where torch has CUDA.
   find_library(LONGSPAN_LIB_c10_cuda c10_cuda
     PATHS "${LONGSPAN_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
+  if(LONGSPAN_LIB_c10_cuda)
+    # A program finds by its own path only what it links itself.
+    list(APPEND LONGSPAN_TORCH_LIBRARIES "${LONGSPAN_LIB_c10_cuda}")
+  endif()
   add_library(Longspan::libtorch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Longspan::libtorch SYSTEM INTERFACE
     "${LONGSPAN_TORCH_ROOT}/include"
