@@ -134,10 +134,15 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   check(q.dim() > 0, "attend: `q` has no axes");
   const double scale = options.scale.value_or(
       1 / std::sqrt(static_cast<double>(std::max<int64_t>(q.size(-1), 1))));
+  const std::string strategy(options.strategy.name());
+  const int head_ranks = std::max(options.strategy.head_ranks, 0);
+  // The operator takes a name, and not every strategy has its own.
+  check(Strategy::named(strategy, head_ranks) == options.strategy,
+        "attend: the strategy is ", options.strategy.to_string(),
+        "; teams of several ranks pass keys on in a ring");
   auto [out, lse] = Operator<Attend>::call(
       {q, k, v, optional(options.sink), layout_tensor(layout), scale,
-       options.softcap, std::string(options.strategy.name()),
-       std::max(options.strategy.head_ranks, 0), group.name()});
+       options.softcap, strategy, head_ranks, group.name()});
   return {out, lse};
 }
 

@@ -102,6 +102,19 @@ TEST(Attend, RefusesAGroupOfAnotherSize) {
             "attend: the ownership is over 2 ranks but the group has 1");
 }
 
+TEST(Attend, RefusesAStrategyThatHasNoName) {
+  const Inputs all(8);
+  const auto layout = AttentionLayout::of(Ownership::contiguous(8, 1),
+                                          {Mask::causal(Packing::single(8))});
+  AttendOptions options;
+  options.strategy = {KeyTransport::gathered, 2};
+  EXPECT_EQ(test::message_of([&] {
+              attend(all.q, all.k, all.v, layout, Group::solo(), options);
+            }),
+            "attend: the strategy is gathered of teams of 2; teams of several "
+            "ranks pass keys on in a ring");
+}
+
 TEST(Attend, KeepsRecentPlans) {
   const auto layout = layout_tensor(AttentionLayout::of(
       Ownership::contiguous(8, 1), {Mask::causal(Packing::single(8))}));
