@@ -45,7 +45,7 @@ bool Where::is_here(const char* who) const {
   if (!group.empty()) {
     const int ranks = Group::named(group).size();
     check(ranks == 1, who, ": ", ranks,
-          " ranks need an ownership; give `ownership` or `layout`");
+          " ranks need to know who owns what; give `layout`");
   }
   return true;
 }
