@@ -66,6 +66,11 @@ def pad(
                 f"pad: {layout} says how many ranks and tokens there are; leave `ranks` and "
                 f"`multiple` out"
             )
+        if layout.tokens < packed.tokens:
+            raise ValueError(
+                f"pad: the ownership has {layout.tokens} tokens but the batch {packed.tokens}, and "
+                f"padding only lengthens; make it from the packed batch"
+            )
         return _C.pad_to(packed, layout)
     return _C.pad_for(packed, _named("pad", layout), 1 if ranks is None else ranks, multiple)
 

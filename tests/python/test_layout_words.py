@@ -62,6 +62,8 @@ def test_pad_fits_a_batch_to_an_ownership(form: str) -> None:
     assert longspan.values.pad(packed, layout=fitting).tokens == packed.tokens
     with pytest.raises(ValueError, match="says how many ranks and tokens there are"):
         longspan.values.pad(packed, layout=longer, ranks=2)
+    with pytest.raises(ValueError, match=r"pad: the ownership has 4 tokens but the batch \d+, and"):
+        longspan.values.pad(packed, layout=Ownership.contiguous(4, 1))
 
 
 def test_an_attention_layout_is_a_value() -> None:
