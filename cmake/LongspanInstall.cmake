@@ -15,10 +15,10 @@ foreach(library longspan_core longspan_kernels longspan_torch)
   if(TARGET ${library})
     string(REPLACE "longspan_" "" short ${library})
     set_target_properties(${library} PROPERTIES
-      EXPORT_NAME ${short} INSTALL_RPATH "$ORIGIN"
-      VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
-    if(SKBUILD)  # wheels cannot hold links
-      set_target_properties(${library} PROPERTIES VERSION "" SOVERSION "")
+      EXPORT_NAME ${short} INSTALL_RPATH "$ORIGIN")
+    if(NOT SKBUILD)  # wheels cannot hold links, and would hold copies
+      set_target_properties(${library} PROPERTIES
+        VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
     endif()
   endif()
 endforeach()
