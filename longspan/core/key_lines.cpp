@@ -1,6 +1,7 @@
 #include "longspan/core/key_lines.h"
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 
 namespace longspan {
 

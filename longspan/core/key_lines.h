@@ -4,10 +4,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
+
+class Mask;
 
 /// Queries whose keys lie between two straight lines: what a kernel needs to
 /// know about a mask, in as few numbers as the mask has documents.

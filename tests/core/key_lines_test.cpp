@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "longspan/core/mask.h"
 #include "tests/support/property.h"
 #include "tests/support/values.h"
 
