@@ -15,7 +15,6 @@ import argparse
 import datetime
 import os
 import pathlib
-import platform
 import resource
 import shutil
 import subprocess
@@ -23,6 +22,8 @@ import sys
 import tempfile
 import time
 from typing import NamedTuple
+
+from machine import commit, cpu_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -57,19 +58,6 @@ def timed(command: list[str], folder: pathlib.Path, log: pathlib.Path) -> Took:
 def children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def cpu_name() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def git(*words: str, folder: pathlib.Path = ROOT) -> str:
-    return subprocess.run(
-        ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 #: What is touched, and how long the rebuild may take.
@@ -112,12 +100,12 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         clone, log = pathlib.Path(folder) / "longspan", pathlib.Path(folder) / "log"
-        git("clone", "--quiet", str(ROOT), str(clone))
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         rows = measure(options.only.split(","), clone, log)
     table = [
         "# From nothing to an answer",
         "",
-        f"- date: {datetime.date.today()}, commit: {git('rev-parse', '--short', 'HEAD')}",
+        f"- date: {datetime.date.today()}, commit: {commit()}",
         f"- command: `make bench-build`, {os.cpu_count()} cores, {cpu_name()}, no ccache",
         "",
         "| work | on the clock | processor | bar |",

@@ -8,13 +8,13 @@ import json
 import pathlib
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from machine import commit, cpu_name
 
 import longspan
 
@@ -56,23 +56,11 @@ def ratio_row(work: str, right: bool, ours: float, other: float, wanted: float |
     }
 
 
-def cpu_name() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def kernel_name() -> str:
     """Of float32 and of bfloat16."""
     q = torch.zeros(1, 1, 1, 1)
     names = [longspan.which_kernel(t, t, t) for t in (q, q.bfloat16())]
     return " and ".join(dict.fromkeys(name.split(",")[0] for name in names))
-
-
-def commit() -> str:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def versions() -> str:
