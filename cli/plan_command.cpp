@@ -9,6 +9,7 @@
 
 #include "commands.h"
 #include "longspan/draw/draw.h"
+#include "longspan/plan/attention_layout.h"
 #include "options.h"
 #include "outcome.h"
 #include "output.h"

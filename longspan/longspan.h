@@ -4,6 +4,7 @@
 /// lie, who sees whom, what each rank computes and sends, and pictures of it.
 /// Link Longspan::core. What needs torch is in <longspan/torch.h>.
 
+#include "longspan/core/coverage.h"
 #include "longspan/core/errors.h"
 #include "longspan/core/key_lines.h"
 #include "longspan/core/mask.h"

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
 #include "longspan/core/named_layout.h"
 #include "longspan/core/ownership.h"

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "longspan/batch/cut.h"
-#include "longspan/core/mask.h"
 #include "longspan/core/packing.h"
 #include "longspan/ops/key_windows.h"
 

@@ -12,6 +12,7 @@
 #include "longspan/comm/detail/carry.h"
 #include "longspan/comm/detail/linear.h"
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 #include "longspan/core/tile.h"
 #include "longspan/ops/checks.h"
 

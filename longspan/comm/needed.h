@@ -4,10 +4,11 @@
 
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 
 namespace longspan {
+
+class Mask;
 
 /// The table that exchange_needed takes, from who sees whom and who owns what:
 /// every rank gets the keys that some of its queries see (needed_keys), and

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 
 namespace longspan {
 

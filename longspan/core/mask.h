@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "longspan/core/coverage.h"
 #include "longspan/core/packing.h"
 #include "longspan/core/token_range.h"
 
@@ -25,9 +26,6 @@ struct Band {
   int64_t after = 0;
   friend bool operator==(Band, Band) = default;
 };
-
-/// None, some or all of a query range x key range is visible.
-enum class Coverage { none, some, all };
 
 /// Which keys a query may see.
 ///

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 
 namespace longspan {
 

@@ -3,11 +3,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/packing.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
+
+class Mask;
 
 /// Facts about tokens, written to arrays that the caller owns: one entry for
 /// each token of the ranges, in their order. All of them run over documents and

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 
 namespace longspan {
 

@@ -2,11 +2,13 @@
 
 #include <vector>
 
-#include "longspan/core/mask.h"
+#include "longspan/core/coverage.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
+
+class Mask;
 
 /// A block of work: one range of queries against one range of keys, both in
 /// stream indices. `coverage` is exact: all needs no mask, some does.

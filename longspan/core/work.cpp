@@ -1,6 +1,7 @@
 #include "longspan/core/work.h"
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 #include "longspan/core/tile.h"
 
 namespace longspan {

@@ -3,10 +3,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 
 namespace longspan {
+
+class Mask;
 
 /// Heads and channels of one attention layer.
 struct AttentionShape {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 #include "longspan/draw/detail/cells.h"
 
 namespace longspan {

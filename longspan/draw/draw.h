@@ -3,13 +3,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 #include "longspan/draw/picture.h"
 #include "longspan/plan/plan.h"
 
 namespace longspan {
+
+class Mask;
 
 /// How much a picture shows before it is reduced.
 ///

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 #include "longspan/core/tile.h"
 #include "longspan/draw/detail/cells.h"
 #include "longspan/draw/draw.h"

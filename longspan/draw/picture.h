@@ -6,7 +6,7 @@
 #include <variant>
 #include <vector>
 
-#include "longspan/core/mask.h"
+#include "longspan/core/coverage.h"
 #include "longspan/core/tile.h"
 #include "longspan/core/token_range.h"
 

@@ -5,6 +5,7 @@
 #include "longspan/core/detail/check.h"
 #include "longspan/draw/detail/cells.h"
 #include "longspan/draw/draw.h"
+#include "longspan/plan/attention_layout.h"
 
 namespace longspan {
 

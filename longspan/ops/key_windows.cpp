@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "longspan/core/mask.h"
 #include "longspan/core/per_token.h"
 
 namespace longspan {

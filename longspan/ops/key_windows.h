@@ -4,9 +4,11 @@
 
 #include <vector>
 
-#include "longspan/core/mask.h"
+#include "longspan/core/token_range.h"
 
 namespace longspan {
+
+class Mask;
 
 /// Per query the half-open window of its keys, [begin, end), in tokens of the
 /// stream.

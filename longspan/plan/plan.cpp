@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/plan/attention_layout.h"
 #include "longspan/plan/detail/ring.h"
 
 namespace longspan {

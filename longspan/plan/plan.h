@@ -7,10 +7,11 @@
 #include "longspan/core/key_lines.h"
 #include "longspan/core/token_range.h"
 #include "longspan/core/work.h"
-#include "longspan/plan/attention_layout.h"
 #include "longspan/plan/strategy.h"
 
 namespace longspan {
+
+struct AttentionLayout;
 
 /// Tokens that go to, or come from, another rank, in the order of the message.
 struct PlannedParcel {

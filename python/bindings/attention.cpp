@@ -1,14 +1,22 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "longspan/attention/attend.h"
+#include "longspan/comm/needed.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/kernels/levels/levels.h"
+#include "longspan/ops/key_windows.h"
 #include "longspan/ops/partial_attention.h"
 #include "python/bindings/bindings.h"
 
 namespace py = pybind11;
 
 namespace longspan::python {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+}  // namespace
 
 void bind_attention(py::module_& m) {
   m.def(
@@ -27,6 +35,21 @@ void bind_attention(py::module_& m) {
         return std::pair{std::move(layout.ownership), std::move(layout.masks)};
       },
       py::arg("tensor"));
+  // What else is made from masks is here too: one source fewer knows them.
+  m.def(
+      "key_windows",
+      [](const Mask& mask, const Ownership* ownership,
+         std::optional<int> rank) {
+        check((ownership == nullptr) == !rank.has_value(),
+              "key_windows: give an ownership and a rank, or neither");
+        const KeyWindows windows =
+            ownership ? key_windows(mask, ownership->ranges_of(*rank))
+                      : key_windows(mask);
+        return std::pair{windows.begin, windows.end};
+      },
+      py::arg("mask"), py::arg("ownership") = py::none(),
+      py::arg("rank") = py::none(), NoGil());
+  m.def("needed_table", &needed_table, py::arg("mask"), py::arg("ownership"));
   py::class_<KernelLevel>(m, "KernelLevel")
       .def_property_readonly(
           "name",

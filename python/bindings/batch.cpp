@@ -247,19 +247,6 @@ void bind_derived(py::module_& m) {
   m.def("cumulative_lengths", &cumulative_lengths, py::arg("packing"));
   m.def("cumulative_padded_lengths", &cumulative_padded_lengths,
         py::arg("packing"));
-  m.def(
-      "key_windows",
-      [](const Mask& mask, const Ownership* ownership,
-         std::optional<int> rank) {
-        check((ownership == nullptr) == !rank.has_value(),
-              "key_windows: give an ownership and a rank, or neither");
-        const KeyWindows windows =
-            ownership ? key_windows(mask, ownership->ranges_of(*rank))
-                      : key_windows(mask);
-        return std::pair{windows.begin, windows.end};
-      },
-      py::arg("mask"), py::arg("ownership") = py::none(),
-      py::arg("rank") = py::none(), NoGil());
   // A method of Ownership that needs tensors, so it is added here.
   const py::object ownership = m.attr("Ownership");
   ownership.attr("tokens_of") =

@@ -99,7 +99,6 @@ void bind_comm(py::module_& m) {
       },
       py::arg("bytes"));
 
-  m.def("needed_table", &needed_table, py::arg("mask"), py::arg("ownership"));
   m.def("received_ranges", &received_ranges, py::arg("table"),
         py::arg("ownership"), py::arg("rank"));
   m.def("received_tokens", &received_tokens, py::arg("table"), py::arg("rank"));

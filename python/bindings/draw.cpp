@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "longspan/core/mask.h"
 #include "longspan/draw/svg.h"
 #include "longspan/draw/text.h"
+#include "longspan/plan/attention_layout.h"
 #include "python/bindings/bindings.h"
 
 namespace py = pybind11;

@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
+#include "longspan/plan/attention_layout.h"
 #include "python/bindings/bindings.h"
 
 namespace py = pybind11;

@@ -9,6 +9,7 @@
 
 #include "longspan/comm/needed.h"
 #include "longspan/core/detail/check.h"
+#include "longspan/core/mask.h"
 #include "tests/comm/ranks.h"
 #include "tests/support/values.h"
 

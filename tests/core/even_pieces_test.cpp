@@ -5,6 +5,8 @@
 
 #include <stdexcept>
 
+#include "longspan/core/mask.h"
+
 namespace longspan {
 namespace {
 

@@ -4,8 +4,8 @@
 
 #include <limits>
 
+#include "tests/support/masks.h"
 #include "tests/support/property.h"
-#include "tests/support/values.h"
 
 namespace longspan {
 namespace {

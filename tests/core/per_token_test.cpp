@@ -5,8 +5,8 @@
 #include <limits>
 #include <memory>
 
+#include "tests/support/masks.h"
 #include "tests/support/property.h"
-#include "tests/support/values.h"
 
 namespace longspan {
 namespace {

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "longspan/core/work.h"
+#include "tests/support/masks.h"
 #include "tests/support/property.h"
-#include "tests/support/values.h"
 
 namespace longspan {
 

@@ -8,7 +8,7 @@
 #include "longspan/core/tile.h"
 #include "longspan/core/work.h"
 #include "longspan/plan/detail/ring.h"
-#include "tests/support/values.h"
+#include "tests/support/masks.h"
 
 namespace longspan {
 namespace {

@@ -6,7 +6,8 @@
 #include "longspan/draw/draw.h"
 #include "longspan/draw/svg.h"
 #include "longspan/draw/text.h"
-#include "tests/support/values.h"
+#include "longspan/plan/attention_layout.h"
+#include "tests/support/masks.h"
 #include "tests/support/xml.h"
 
 namespace longspan {

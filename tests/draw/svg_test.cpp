@@ -8,7 +8,7 @@
 #include "longspan/draw/detail/svg_writer.h"
 #include "longspan/draw/draw.h"
 #include "longspan/draw/text.h"
-#include "tests/support/values.h"
+#include "tests/support/masks.h"
 #include "tests/support/xml.h"
 
 namespace longspan {

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "longspan/draw/draw.h"
-#include "tests/support/values.h"
+#include "tests/support/masks.h"
 
 namespace longspan {
 namespace {

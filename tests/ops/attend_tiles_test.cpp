@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/masks.h"
 #include "tests/support/property.h"
-#include "tests/support/values.h"
 
 namespace longspan {
 namespace {

@@ -4,9 +4,10 @@
 
 #include <map>
 
+#include "longspan/plan/attention_layout.h"
 #include "longspan/plan/detail/ring.h"
+#include "tests/support/masks.h"
 #include "tests/support/property.h"
-#include "tests/support/values.h"
 
 namespace longspan {
 namespace {

@@ -4,10 +4,11 @@
 #include <span>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
+
+class Mask;
 
 /// Cuts a stream of queries into one run for each rank with even work, whoever
 /// owns the queries. Work is counted in visible pairs, over all masks (one for

@@ -4,13 +4,14 @@
 #include <string>
 #include <vector>
 
-#include "longspan/core/mask.h"
 #include "longspan/core/ownership.h"
 #include "longspan/core/packing.h"
 #include "longspan/draw/draw.h"
 #include "longspan/draw/picture.h"
 
 namespace longspan {
+
+class Mask;
 
 /// At most `most` cells that cover [0, tokens) in order, none of them empty.
 /// One token each where that fits. Otherwise every border inside the stream is
