@@ -67,12 +67,13 @@ class SelfAttention(nn.Module):
             return y.unflatten(-1, (-1, self.dim)).transpose(1, 2)
 
         q, k = rotate(heads_of(self.q(x)), position_ids), rotate(heads_of(self.k(x)), position_ids)
+        # As in transformers, a lone query is not called causal. A context knows better.
         out = F.scaled_dot_product_attention(
             q,
             k,
             heads_of(self.v(x)),
             attn_mask=attention_mask,
-            is_causal=is_causal and attention_mask is None,
+            is_causal=is_causal and attention_mask is None and x.shape[1] > 1,
             enable_gqa=True,
         )
         return self.o(out.transpose(1, 2).flatten(-2))

@@ -182,7 +182,9 @@ class AttentionInContext(AttentionOverRanks):
                 f"{_WHO}: {query.shape[0]} rows inside a context that knows the pads of "
                 f"{self.rows}; pass all rows of the batch"
             )
-        if is_causal:
+        # Models call a lone query not causal, since it sees all keys that they know of.
+        # Here it is one token of many.
+        if is_causal or self.local_tokens == 1:
             return self.causal
         if self.full is None:
             raise ValueError(f"{_WHO}: Load balancing requires is_causal=True")
@@ -204,7 +206,7 @@ class AttentionOfShards(AttentionOverRanks):
         return True
 
     def layout(self, query: Tensor, is_causal: bool) -> Tensor:
-        if not is_causal:
+        if not is_causal and query.shape[-2] > 1:
             raise ValueError(f"{_WHO}: Load balancing requires is_causal=True")
         tokens = query.shape[-2] * self.group.size()
         layout: Tensor = _causal_head_tail(tokens, self.group.size(), self.words)

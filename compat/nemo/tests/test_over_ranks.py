@@ -224,6 +224,37 @@ def test_attention_is_that_of_one_rank(ranks, method, padded):
             torch.testing.assert_close(x, y[:, :, mine], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_lone_local_token_is_one_of_many_whatever_its_call_says(ranks, is_causal):
+    """Models call a single query not causal (T = N)."""
+    full = [torch.randn(2, 2, ranks, 4).double() for _ in range(4)]
+    pads = torch.zeros(2, ranks, dtype=torch.bool)
+    q, k, v = (t.clone().requires_grad_() for t in full[:3])
+    out = dense(q, k, v, visible_of(pads))
+    out.backward(full[3])
+    expected = [out.detach(), q.grad, k.grad, v.grad]
+
+    def work(group):
+        return attend_in_context(group, full, pads, None, is_causal, target=True)
+
+    for mine, got in run_ranks(ranks, work):
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y[:, :, mine], rtol=1e-10, atol=1e-12)
+
+
+def test_one_token_does_not_split_head_tail():
+    """Refused for its length, and not for what the model calls it."""
+
+    def work(group):
+        model = nn.ModuleDict({"self_attn": llama.SelfAttention(8, 2, 2)})
+        cp_utils.attach_cp_sdpa_hooks(model, RankMesh(group))
+        with pytest.raises(ValueError, match="2 tokens do not split over 2 ranks"):
+            model["self_attn"](torch.ones(1, 1, 8), torch.zeros(1, 1))
+
+    run_ranks(2, work)
+
+
 def test_rows_without_heads_are_attended_too():
     full = torch.randn(2, 8, 4).double()
 
