@@ -45,9 +45,9 @@ def group_of(who: str, mesh: Any) -> Group:
 class AttentionOverRanks(TorchFunctionMode):
     """While entered, `F.scaled_dot_product_attention` runs over the ranks."""
 
-    def __init__(self, group: Group, strategy: str) -> None:
+    def __init__(self, group_name: str, strategy: str) -> None:
         super().__init__()
-        self.group = group
+        self.group_name = group_name
         self.strategy = strategy
 
     def __torch_function__(
@@ -132,7 +132,7 @@ class AttentionOverRanks(TorchFunctionMode):
         # The operator, which takes the tensor that _causal_head_tail makes in compiled code.
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
         out: Tensor = torch.ops.longspan.attend(
-            query, key, value, None, layout, scale, 0.0, self.strategy, 0, self.group.name
+            query, key, value, None, layout, scale, 0.0, self.strategy, 0, self.group_name
         )[0]
         return out
 
@@ -152,7 +152,8 @@ class AttentionInContext(AttentionOverRanks):
         ownership: _C.Ownership,
         hidden: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
-        super().__init__(group, strategy)
+        super().__init__(group.name, strategy)
+        self.group = group
         self.ownership = ownership
         self.head_tail = ownership.kind == "head-tail"
         self.local_tokens = ownership.local_tokens(group.rank())
@@ -198,8 +199,9 @@ class AttentionInContext(AttentionOverRanks):
 class AttentionOfShards(AttentionOverRanks):
     """Causal attention of head-tail shards of whatever length they come in."""
 
-    def __init__(self, group: Group, words: int) -> None:
-        super().__init__(group, "ring")
+    def __init__(self, group_name: str, ranks: int, words: int) -> None:
+        super().__init__(group_name, "ring")
+        self.ranks = ranks
         self.words = words
 
     def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
@@ -208,8 +210,8 @@ class AttentionOfShards(AttentionOverRanks):
     def layout(self, query: Tensor, is_causal: bool) -> Tensor:
         if not is_causal and query.shape[-2] > 1:
             raise ValueError(f"{_WHO}: Load balancing requires is_causal=True")
-        tokens = query.shape[-2] * self.group.size()
-        layout: Tensor = _causal_head_tail(tokens, self.group.size(), self.words)
+        tokens = query.shape[-2] * self.ranks
+        layout: Tensor = _causal_head_tail(tokens, self.ranks, self.words)
         return layout
 
     def _check_other(self, query: Tensor) -> None:
@@ -284,32 +286,44 @@ _OWN = "_longspan_own_forward"  # if one stood in place of its class's
 
 
 class _Held:
-    """What a module remembers; copies of the module share it."""
+    """What a module remembers; copies of the module share it. The mesh is asked for
+    its group when the module first attends by itself."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        tokens = 1 + _nemo.pads_for("head-tail", 1, group.size())
-        owners = _C.Ownership.head_tail(tokens, group.size())
+    def __init__(self, who: str, mesh: Any) -> None:
+        self.who = who
+        self.mesh = mesh
+        self.which = str(id(mesh))
+        self.ranks = mesh_size(mesh)
+        self.group: Group | None = None
+        tokens = 1 + _nemo.pads_for("head-tail", 1, self.ranks)
+        owners = _C.Ownership.head_tail(tokens, self.ranks)
         self.words = longspan.AttentionLayout(owners).tensor.numel()
+
+    # Compiled code asks once for each mesh, when it is traced: it compares `which`.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def group_name(self, which: str) -> str:
+        if self.group is None:
+            self.group = group_of(self.who, self.mesh)
+        return self.group.name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return self
 
 
-def attach(module: nn.Module, group: Group) -> None:
-    """From now on attention inside the module's forward runs over `group`: with the
+def attach(who: str, module: nn.Module, mesh: Any) -> None:
+    """From now on attention inside the module's forward runs over the mesh: with the
     layout of the context that it is called in, or as causal head-tail shards."""
     if _HELD not in module.__dict__:
         module.__dict__[_OWN] = module.__dict__.get("forward")
         module.__dict__["forward"] = types.MethodType(_forward_over_ranks, module)
-    module.__dict__[_HELD] = _Held(group)
+    module.__dict__[_HELD] = _Held(who, mesh)
 
 
 def _forward_over_ranks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if inside() is not None:
         return _own_forward(module, args, kwargs)
     held = module.__dict__[_HELD]
-    with AttentionOfShards(held.group, held.words):
+    with AttentionOfShards(held.group_name(held.which), held.ranks, held.words):
         return _own_forward(module, args, kwargs)
 
 

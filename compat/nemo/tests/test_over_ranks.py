@@ -747,7 +747,36 @@ def test_hooks_refuse_what_no_head_tail_ring_can_do():
     run_ranks(2, work)
 
 
+class SizeAlone:
+    """A mesh axis of two ranks that knows nothing else."""
+
+    def size(self):
+        return 2
+
+
+def test_meshes_are_asked_for_their_group_when_something_is_exchanged():
+    mesh = SizeAlone()
+    model = nn.ModuleDict({"self_attn": llama.SelfAttention(8, 2, 2)})
+    cp_utils.attach_cp_sdpa_hooks(model, mesh)
+    assert cp_utils.gather_cp_seq(mesh, [], 1, 4) == []
+    with pytest.raises(ValueError, match="cannot keep 9 tokens"):
+        cp_utils.gather_cp_seq(mesh, [torch.ones(1, 4)], 1, 9)
+    context, ids, _, length = cp_utils.make_target_cp_ctx(mesh, torch.ones(1, 3).long())
+    assert (ids.shape, length) == ((1, 4), 3)
+    for exchange in (
+        lambda: model["self_attn"](torch.ones(1, 4, 8), torch.arange(4)[None]),
+        lambda: cp_utils.gather_cp_seq(mesh, [torch.ones(1, 4)], 1, 8),
+        context.__enter__,
+    ):
+        with pytest.raises(AttributeError, match="get_group"):
+            exchange()
+    assert ids.shape == (1, 4)
+    assert plain_stack()
+
+
 def test_groups_that_do_not_exist_are_named():
+    model = nn.ModuleDict({"self_attn": llama.SelfAttention(8, 2, 2)})
+    cp_utils.attach_cp_sdpa_hooks(model, Mesh(2))
     with pytest.raises(ValueError, match="no process group named 'group of 2'"):
-        cp_utils.attach_cp_sdpa_hooks(nn.Linear(1, 1), Mesh(2))
+        model["self_attn"](torch.ones(1, 4, 8), torch.arange(4)[None])
     assert longspan.Group().size() == 1

@@ -112,6 +112,24 @@ for length in (16, 20, 24):  # one graph for all lengths
     )
     torch.testing.assert_close(model(longer[:, mine], mine[None]), plain(longer)[:, mine])
 
+
+# Another mesh, another graph: compiled code does not go on with the first one's group.
+class Elsewhere:
+    def size(self):
+        return 2
+
+    def get_group(self):
+        raise LookupError("another mesh")
+
+
+cp_utils.attach_cp_sdpa_hooks(model, Elsewhere())
+try:
+    model(longer[:, mine], mine[None])
+except Exception as error:
+    assert "another mesh" in str(error), error
+else:
+    raise AssertionError("the first mesh")
+
 # Gathers over a process group.
 group = mesh["cp"].get_group()
 for gather in (glm.glm_dsa_cp_all_gather, dsv4.dsv4_cp_all_gather):

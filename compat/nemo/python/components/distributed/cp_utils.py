@@ -109,15 +109,16 @@ def attach_cp_sdpa_hooks(model: nn.Module, cp_mesh: Mesh) -> None:
     """Runs the attention of every `self_attn` over the ranks, compiled or not.
 
     Inside a context the context's own layout and pads hold. Elsewhere inputs are
-    head-tail shards, causal. Attaching again replaces the mesh.
+    head-tail shards, causal. Attaching again replaces the mesh, which is asked for its
+    group when a module first attends outside of a context.
     """
     if mesh_size(cp_mesh) <= 1:
         return
-    group = group_of("attach_cp_sdpa_hooks", cp_mesh)
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
             # Inside an activation checkpoint, so that recomputation is covered too.
-            attach(getattr(module, "_checkpoint_wrapped_module", module), group)
+            inner = getattr(module, "_checkpoint_wrapped_module", module)
+            attach("attach_cp_sdpa_hooks", inner, cp_mesh)
 
 
 @public
@@ -194,8 +195,8 @@ def gather_cp_seq(
         owned = [context.ownership.tokens_of(rank) for rank in range(ranks)]
         order = torch.cat(owned).argsort()
     whole = []
-    group = group_of(who, cp_mesh) if ranks > 1 else longspan.Group()
     for local, axis in locals_:
+        group = group_of(who, cp_mesh) if ranks > 1 else longspan.Group()
         full = gather(who, local, axis, group)
         if order is not None:
             full = full.index_select(axis, order.to(full.device))
