@@ -8,6 +8,7 @@ traces it without a graph break. No function of torch is replaced.
 from __future__ import annotations
 
 import math
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as _FLEX
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 import longspan
 from longspan import _C
@@ -25,6 +28,9 @@ from longspan.compat.nemo._batch import mesh_size, shape_of
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_SET_GRAD_ENABLED = torch._C._set_grad_enabled
+_CHECKPOINT_FORWARD: Any = CheckpointFunction.forward.__code__
+_DROPS_SAVED_TENSORS = "_checkpoint_hook.__init__.<locals>.pack_hook"
 _WHO = "scaled_dot_product_attention"
 
 #: What torch calls its ways to rotate keys and values.
@@ -60,8 +66,12 @@ class AttentionOverRanks(TorchFunctionMode):
         if func in _BACKWARD:
             with self:
                 return _unasked(func)(*args, **(kwargs or {}))
+        if func is _FLEX:
+            return refused_flex(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             self._check_other(args[0] if args else (kwargs or {})["query"])
+        if func is _SET_GRAD_ENABLED:
+            self._watch_checkpoint()
         if func is Tensor.unflatten:  # torch.compile knows the method, not the function
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -76,6 +86,9 @@ class AttentionOverRanks(TorchFunctionMode):
 
     def _check_other(self, query: Tensor) -> None:
         raise NotImplementedError
+
+    def _watch_checkpoint(self) -> None:
+        """A module that attends over ranks does so when it is recomputed, too."""
 
     def _attend(
         self,
@@ -183,6 +196,8 @@ class AttentionInContext(AttentionOverRanks):
                 f"{_WHO}: {query.shape[0]} rows inside a context that knows the pads of "
                 f"{self.rows}; pass all rows of the batch"
             )
+        if not torch.compiler.is_dynamo_compiling():
+            self._watch_saved_tensors()
         # Models call a lone query not causal, since it sees all keys that they know of.
         # Here it is one token of many.
         if is_causal or self.local_tokens == 1:
@@ -194,6 +209,65 @@ class AttentionInContext(AttentionOverRanks):
     def _check_other(self, query: Tensor) -> None:
         if query.shape[0] == self.local_tokens:
             _refuse_multi_head(query)
+
+    def _watch_checkpoint(self) -> None:
+        """Torch's reentrant checkpoint switches gradients off to run. What it recomputes
+        outside of this context must not attend."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(4):
+            if frame is None:
+                return
+            if frame.f_code is _CHECKPOINT_FORWARD:
+                node = frame.f_locals["ctx"]
+                if not isinstance(node.run_function, _Recomputed):
+                    node.run_function = _Recomputed(node.run_function, self)
+                return
+            frame = frame.f_back
+
+    def _watch_saved_tensors(self) -> None:
+        """The same for the other checkpoint, which keeps its function behind the hook
+        that drops saved tensors. Torch would only notice that they are not the same."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or getattr(hooks[0], "__qualname__", "") != _DROPS_SAVED_TENSORS:
+            return
+        for cell in hooks[0].__closure__ or ():
+            function = getattr(cell.cell_contents, "recompute_fn", None)
+            if function is not None and not isinstance(function, _Recomputed):
+                cell.cell_contents.recompute_fn = _Recomputed(function, self)
+
+
+class _Recomputed:
+    """What a checkpoint runs again in backward."""
+
+    def __init__(self, function: Any, context: AttentionInContext) -> None:
+        self.function = function
+        self.context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_inside(self.context):
+            return self.function(*args, **kwargs)
+        with AttentionAfterContext(self.context):
+            return self.function(*args, **kwargs)
+
+
+class AttentionAfterContext(AttentionInContext):
+    """While entered, attention is recomputed for a context that is over, or not the
+    innermost one: what it saw is gone, so it is refused."""
+
+    def __init__(self, context: AttentionInContext) -> None:
+        TorchFunctionMode.__init__(self)
+        self.__dict__.update(context.__dict__)
+
+    def is_local(self, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+        raise RuntimeError(
+            f"{_WHO}: an activation checkpoint recomputes it outside of the context that it "
+            "ran in, where it would see its own rank only; call backward() inside the context"
+        )
+
+    def _watch_checkpoint(self) -> None:
+        """Attention inside is refused already."""
 
 
 class AttentionOfShards(AttentionOverRanks):
@@ -239,6 +313,34 @@ def _refuse_multi_head(query: Tensor) -> None:
     )
 
 
+# An operator, so that compiled code, which flex_attention always is, raises it as it is.
+@torch.library.custom_op("longspan_nemo::refuse_flex_attention", mutates_args=())
+def _refuse_flex(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError(
+        f"flex_attention: {query.shape[-2]} queries inside a context over ranks would see their "
+        f"own rank only; use F.{_WHO} (transformers: attn_implementation='sdpa'), or leave "
+        "the context for attention to anything else"
+    )
+
+
+@_refuse_flex.register_fake
+def _(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), sums, torch.empty_like(sums)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> Any:
+    return None, None
+
+
+_refuse_flex.register_autograd(_no_gradient)
+
+
+def refused_flex(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    """What flex_attention inside a context comes to."""
+    return _refuse_flex(query, value)
+
+
 def _layout(
     ownership: _C.Ownership, mask: _C.Mask, hidden: Sequence[Sequence[tuple[int, int]]]
 ) -> Tensor:
@@ -265,6 +367,12 @@ def inside() -> AttentionInContext | None:
         if isinstance(mode, AttentionInContext):
             return mode
     return None
+
+
+def _is_inside(context: AttentionInContext) -> bool:
+    """Whether this thread is in that very context."""
+    count = torch._C._len_torch_function_stack()
+    return any(torch._C._get_function_stack_at(at) is context for at in range(count))
 
 
 def leave(mode: AttentionOverRanks) -> None:

@@ -191,6 +191,17 @@ def test_dropout_is_refused():
         installed(how=how)(q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_refused_instead_of_seeing_one_rank():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def how(q, k, v, mask, enable_gqa):
+        return flex_attention(q.detach().float(), k.float(), v.float())
+
+    with pytest.raises(NotImplementedError, match=r"^flex_attention: 6 queries inside"):
+        installed(how=how)(*tensors())
+
+
 def test_modules_nest():
     q, k, v = tensors()
     inner, outer = installed(window=2), installed()

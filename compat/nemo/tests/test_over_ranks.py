@@ -18,6 +18,7 @@ from compat_support import (
     row_batch,
 )
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import longspan
 from longspan import run_ranks
@@ -291,6 +292,161 @@ def test_recomputation_in_backward_is_over_ranks_too(way):
 
     for mine, grad in run_ranks(2, work):
         torch.testing.assert_close(grad, x.grad[:, :, mine])
+
+
+def checkpointed(group, use_reentrant=True, function=None):
+    """A head-tail context, and a loss of a checkpointed attention that ran in it."""
+    torch.manual_seed(0)
+    buffer = torch.ones(1, 8)
+    mine = oracle.head_tail(8, 2, group.rank())
+    local = torch.randn(1, 2, 8, 4).double()[:, :, mine].requires_grad_()
+    context = create(RankMesh(group), [buffer], [1], {buffer})
+
+    def attention(x):
+        return sdpa(x, x, x, is_causal=True)
+
+    def loss():
+        out = torch.utils.checkpoint.checkpoint(
+            function or attention, local, use_reentrant=use_reentrant
+        )
+        return out.square().sum()
+
+    return context, local, loss
+
+
+OUTSIDE = "recomputes it outside of the context.*call backward\\(\\) inside"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_recompute_inside_the_context(use_reentrant):
+    def work(group):
+        context, local, loss = checkpointed(group, use_reentrant)
+        with context:
+            loss().backward()
+        plain, expected, _ = checkpointed(group)
+        with plain:
+            sdpa(expected, expected, expected, is_causal=True).square().sum().backward()
+        torch.testing.assert_close(local.grad, expected.grad)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_are_not_recomputed_outside_of_the_context(hooked, use_reentrant):
+    def work(group):
+        attention = nn.ModuleDict({"self_attn": Attention()})
+        if hooked:  # it knows nothing of the context's pads
+            cp_utils.attach_cp_sdpa_hooks(attention, RankMesh(group))
+        context, local, loss = checkpointed(group, use_reentrant, attention["self_attn"])
+        with context:
+            value = loss()
+        with pytest.raises(RuntimeError, match=OUTSIDE):
+            value.backward()
+        assert local.grad is None
+        assert plain_stack()
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            return sdpa(x, x, x, is_causal=True)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_are_not_recomputed_in_another_context(use_reentrant):
+    def work(group):
+        context, local, loss = checkpointed(group, use_reentrant)
+        with context:
+            value = loss()
+        other, *_ = checkpointed(group)
+        with other, pytest.raises(RuntimeError, match=OUTSIDE):
+            value.backward()
+        assert local.grad is None
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_without_attention_may_be_recomputed_anywhere(use_reentrant):
+    def work(group):
+        context, local, loss = checkpointed(group, use_reentrant, lambda x: x * x)
+        with context:
+            value = loss()
+        value.backward()
+        torch.testing.assert_close(local.grad, 4 * local.detach() ** 3)
+
+    run_ranks(2, work)
+
+
+def test_graph_breaks_inside_a_context_change_no_answer():
+    """Torch then compiles what the context runs for each call by itself."""
+
+    def facts(x):
+        torch._dynamo.graph_break()
+        return x.requires_grad, x.dim()
+
+    def around(x):
+        y = x * 2
+        before = facts(x)
+        torch._dynamo.graph_break()
+        return y, (before, facts(x))
+
+    def work(group):
+        if group.rank() > 0:  # torch.compile is not for threads, and nobody is talked to
+            return
+        torch._dynamo.reset()
+        compiled = torch.compile(around, backend="eager")
+        buffer = torch.ones(1, 8)
+        x = torch.randn(1, 2, 4, 4, requires_grad=True)
+        with create(RankMesh(group), [buffer], [1], {buffer}):
+            for _ in range(2):
+                assert compiled(x)[1] == ((True, 4), (True, 4))
+
+    run_ranks(2, work)
+
+
+FLEX = {
+    "eager": lambda: flex_attention,
+    "compiled": lambda: torch.compile(flex_attention, backend="eager"),
+    "in a graph": lambda: torch.compile(
+        lambda q, k, v: flex_attention(q * 2, k, v) * 2, backend="eager", fullgraph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FLEX)
+@pytest.mark.parametrize("where", ["head-tail", "target", "hook"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_refused_instead_of_seeing_one_rank(way, where):
+    class Attention(nn.Module):
+        def forward(self, x, is_causal=True):
+            return flex(x, x, x)
+
+    flex = FLEX[way]()
+    x = torch.randn(1, 2, 4, 8)
+
+    def work(group):
+        if group.rank() > 0:  # torch.compile is not for threads, and nobody is talked to
+            return
+        mesh = RankMesh(group)
+        refused = pytest.raises(NotImplementedError, match=r"^flex_attention: 4 queries inside")
+        if where == "hook":
+            model = nn.ModuleDict({"self_attn": Attention()})
+            cp_utils.attach_cp_sdpa_hooks(model, mesh)
+            with refused:
+                model["self_attn"](x)
+        else:
+            buffer = torch.ones(1, 8).long()
+            context = create(mesh, [buffer], [1], {buffer})
+            if where == "target":
+                context, *_ = cp_utils.make_target_cp_ctx(mesh, buffer)
+            with context, refused:
+                flex(x, x, x)
+        assert plain_stack()
+
+    run_ranks(2, work)
+    assert flex(x, x, x).shape == x.shape
 
 
 REFUSED_INSIDE = {

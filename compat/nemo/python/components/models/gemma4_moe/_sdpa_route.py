@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as _FLEX
 from torch.overrides import TorchFunctionMode
+
+from longspan.compat.nemo._ranks import refused_flex
 
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
@@ -34,6 +37,8 @@ class _Route(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if func is _FLEX:
+            return refused_flex(*args, **kwargs)
         if func is not _SDPA:
             return func(*args, **kwargs)
         return self._attention(self.module, dict(zip(_ARGUMENTS, args, strict=False)) | {**kwargs})
