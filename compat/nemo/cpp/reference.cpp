@@ -166,10 +166,15 @@ ThdLengths thd_lengths(const at::Tensor& seq_lens,
     check_rows("seq_lens", seq_lens);
     check_rows("seq_lens_padded", padded_table);
     Corrected all;
+    const auto slots_of = [&](int64_t row) {
+      return row_entries(slot_table, row, padded_table.size(1), sentinel);
+    };
+    // Behind the last document nothing has to be where it lies.
+    int64_t last = rows - 1;
+    while (last >= 0 && slots_of(last).empty()) --last;
     for (int64_t row = 0; row < rows; ++row) {
       add_row(all, row_entries(real_table, row, seq_lens.size(1), sentinel),
-              row_entries(slot_table, row, padded_table.size(1), sentinel),
-              padded_given, row, length, row + 1 == rows);
+              slots_of(row), padded_given, row, length, row >= last);
     }
     lengths = std::move(all.lengths);
     slots = std::move(all.slots);
@@ -179,7 +184,7 @@ ThdLengths thd_lengths(const at::Tensor& seq_lens,
   Lengths cu = running_sums(lengths);
   Lengths cu_padded = running_sums(slots);
   // Pads that only follow the last document become part of it.
-  if (has_slots && cu.size() == cu_padded.size() && cu.size() > 1 &&
+  if (padded_given && cu.size() == cu_padded.size() && cu.size() > 1 &&
       std::equal(cu.begin(), cu.end() - 1, cu_padded.begin()) &&
       cu.back() < rows * length) {
     cu.back() = rows * length;

@@ -31,7 +31,8 @@ struct ThdLengths {
 ///
 /// Rule::corrected also refuses documents that exceed their row, and gives the
 /// tokens after the last document of a row to its slot, so that the documents
-/// of later rows start where they lie.
+/// of later rows start where they lie. Rows before the first document are the
+/// slot of one more document, of length 0.
 ThdLengths thd_lengths(const at::Tensor& seq_lens,
                        const std::optional<at::Tensor>& seq_lens_padded,
                        int64_t sentinel, int64_t rows, int64_t length,

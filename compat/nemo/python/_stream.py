@@ -94,8 +94,8 @@ class Streams:
             "input_ids": torch.stack([s.tokens for s in streams]),
             "labels": torch.stack([s.labels for s in streams]),
             "position_ids": torch.stack(positions),
-            "padding_mask": torch.stack([s.padding for s in streams]),
             "cu_seqlens": self._ragged([s.cu for s in streams]),
+            "padding_mask": torch.stack([s.padding for s in streams]),
         }
         if any(s.cu_padded is not None for s in streams):
             out["cu_seqlens_padded"] = self._ragged([s.offsets for s in streams])

@@ -94,6 +94,7 @@ def thd_lengths(
     if seq_lens_padded is not None:
         slots = [[n for n in row if n != sentinel] for row in seq_lens_padded.tolist()]
     mask = None
+    given = slots is not None
     if not strict:
         slots, mask = _checked_rows(real, slots, rows, row_length)
     lengths = [n for row in real for n in row]
@@ -101,7 +102,8 @@ def thd_lengths(
     cu_padded = None if slots is None else _running([n for row in slots for n in row])
     total = rows * row_length
     if (
-        cu_padded is not None
+        given
+        and cu_padded is not None
         and len(cu) == len(cu_padded) > 1
         and cu[:-1] == cu_padded[:-1]
         and cu[-1] < total
@@ -127,8 +129,9 @@ def _checked_rows(
     rows: int,
     row_length: int,
 ) -> tuple[list[list[int]] | None, list[bool]]:
-    """Slots whose rows are full (but the last), and the pads they leave."""
+    """Slots whose rows are full (but the last documents'), and the pads they leave."""
     given, moved = slots is not None, False
+    last = max((row for row, sizes in enumerate(slots or real) if sizes), default=-1)
     filled: list[list[int]] = []
     mask: list[bool] = []
     for row, lengths in enumerate(real):
@@ -151,13 +154,13 @@ def _checked_rows(
             raise ValueError("there must be one slot for each document")
         tail = row_length - len(pads)
         mask += pads + [True] * tail
-        if tail and row < rows - 1:  # later rows must start where they lie
+        if tail and row < last:  # later rows must start where they lie
             moved = True
             if sizes:
                 sizes[-1] += tail
             elif any(filled):
-                last = [slots for slots in filled if slots][-1]
-                last[-1] += tail
+                before = [slots for slots in filled if slots][-1]
+                before[-1] += tail
             else:
                 lengths.append(0)
                 sizes.append(tail)

@@ -158,6 +158,17 @@ TEST(ThdLengthsAlone, GiveARowWithoutDocumentsToTheSlotBeforeIt) {
   expect_lengths(lengths_of(c, Rule::corrected), c);
 }
 
+TEST(ThdLengthsAlone, LeaveWhatFollowsTheLastDocumentBehindIt) {
+  const ThdCase c{"", 2, 4, {{2}, {kSentinel}}, {}, {0, 2}, {}, 2};
+  expect_lengths(lengths_of(c, Rule::corrected), c);
+  expect_lengths(lengths_of(c, Rule::reference), c);
+}
+
+TEST(ThdLengthsAlone, MakeRowsBeforeTheFirstDocumentASlotOfTheirOwn) {
+  const ThdCase c{"", 2, 4, {{kSentinel}, {2}}, {}, {0, 0, 2}, {0, 4, 6}, 2};
+  expect_lengths(lengths_of(c, Rule::corrected), c);
+}
+
 TEST(ThdLengthsAlone, RefuseRowsThatOverflowOnlyWhenCorrected) {
   const ThdCase c{"", 1, 8, {{3, 5}}, {{3, 6}}, {0, 3, 8}, {0, 3, 9}, 5};
   expect_lengths(lengths_of(c, Rule::reference), c);

@@ -1,5 +1,7 @@
 """Rows become a stream, by default and in strict."""
 
+import contextlib
+
 import pytest
 import torch
 from compat_support import packed_batch, refuses, snapshot, thd_utils, unchanged
@@ -204,6 +206,27 @@ def test_a_tail_inside_the_batch_belongs_to_the_slot_before_it():
         check_lengths(process(batch), [0, 3, 8], None, 5)
 
 
+@pytest.mark.parametrize("rule", [contextlib.nullcontext, strict])
+def test_nothing_behind_the_last_document_is_given_to_it(rule):
+    """Without slots there is nothing to absorb a tail into."""
+    with rule():
+        out = process(packed_batch([[1] * 4] * 2, [[2], [NONE]], None))
+    assert out["cu_seqlens"].tolist() == [0, 2]
+    assert "cu_seqlens_padded" not in out
+    assert out["max_seqlen"].item() == 2
+    with rule():
+        out = process(packed_batch([[1] * 4] * 2, [[NONE], [NONE]], None))
+    assert out["cu_seqlens"].tolist() == [0]
+    assert "max_seqlen" not in out
+
+
+def test_rows_before_the_first_document_are_the_slot_of_an_empty_one():
+    out = process(packed_batch([[1] * 4] * 3, [[NONE], [NONE], [2]], None))
+    assert out["cu_seqlens"].tolist() == [0, 0, 2]
+    assert out["cu_seqlens_padded"].tolist() == [0, 8, 10]
+    assert out["padding_mask"].tolist() == [True] * 8 + [False] * 2 + [True] * 2
+
+
 def test_positions_of_one_row_serve_all_rows():
     batch = packed_batch([[1, 2], [3, 4]], [[2], [2]], [[2], [2]])
     batch["position_ids"] = torch.arange(2)[None]
@@ -236,8 +259,8 @@ def test_chunks_are_stacked_and_ragged_offsets_filled():
     )
     out = split(batch, 2)
     assert list(out) == [
-        *("input_ids", "labels", "position_ids", "padding_mask"),
-        *("cu_seqlens", "max_seqlen", "name"),
+        *("input_ids", "labels", "position_ids", "cu_seqlens"),
+        *("padding_mask", "max_seqlen", "name"),
     ]
     assert out["input_ids"].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
     assert out["cu_seqlens"].tolist() == [[0, 1, 4], [0, 4, NONE]]
