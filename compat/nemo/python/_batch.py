@@ -251,7 +251,7 @@ def pads_of_attention_mask(who: str, mask: Any, *, look: bool) -> tuple[Tensor, 
 
 
 def positions_into(who: str, batch: Batch, primary: Tensor, *, expand: bool) -> tuple[Tensor, int]:
-    """Writes `position_ids` into the batch; with their sequence axis.
+    """Writes `position_ids` into the batch; with their sequence axis, the last one.
 
     Absent ones count from 0 in every row. `expand` turns [1, S] into [B, S].
     """
@@ -262,15 +262,15 @@ def positions_into(who: str, batch: Batch, primary: Tensor, *, expand: bool) -> 
         batch["position_ids"] = counted.expand(rows, length).contiguous()
         return batch["position_ids"], 1
     positions = tensor_at(who, "position_ids", given)
-    axis = 2 if positions.dim() == 3 else 1
+    axis = positions.dim() - 1
     if (
-        positions.dim() not in (2, 3)
+        positions.dim() == 0
         or positions.shape[axis] != length
-        or positions.shape[axis - 1] not in (1, rows)
+        or (positions.dim() == 2 and positions.shape[0] not in (1, rows))
     ):
         raise ValueError(
             f"{who}: `position_ids` is {shape_of(positions)}; expected "
-            f"[{rows}, {length}], [1, {length}] or [planes, {rows}, {length}]"
+            f"[{rows}, {length}], [1, {length}] or planes of them, [.., {length}]"
         )
     if expand and axis == 1 and positions.shape[0] == 1 and rows > 1:
         positions = positions.expand(rows, length).contiguous()

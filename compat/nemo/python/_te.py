@@ -22,10 +22,6 @@ from longspan.compat.nemo._batch import (
 from longspan.compat.nemo._stream import Streams
 from longspan.compat.nemo._strict import is_strict
 
-# The order of keys once the shares of chunks are stacked.
-_STACKED = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "padding_mask")
-
-
 # The dispatcher's loss mask on its way through make_cp_batch_for_te, which has no
 # argument for it and may be replaced: (the batch it belongs to, the mask).
 _carried: ContextVar[tuple[Batch, Any] | None] = ContextVar(
@@ -94,11 +90,10 @@ def share_streams(
         )
     if not streams.chunked:
         return shares[0]
-    out: dict[str, Any] = {key: torch.stack([each[key] for each in shares]) for key in _STACKED}
-    out |= {key: shares[0][key] for key in ("qkv_format", "cp_size", "cp_rank")}
-    if "loss_mask" in shares[0]:
-        out["loss_mask"] = torch.stack([each["loss_mask"] for each in shares])
-    return out
+    return {
+        key: torch.stack([each[key] for each in shares]) if isinstance(value, Tensor) else value
+        for key, value in shares[0].items()
+    }
 
 
 def share_stream(
@@ -127,11 +122,11 @@ def share_stream(
     padding = batch.get("padding_mask")
     if padding is not None:
         padding = batch["padding_mask"] = share.of("padding_mask", padding)
+    if strict:  # of the ids as they came: 0.5 is no 0
+        padding = ids == padding_token_id
     if strict or not ids.is_floating_point():
         ids = ids.to(torch.int64)
-    if strict:
-        padding = ids == padding_token_id
-    elif padding is None:
+    if padding is None:
         real = offsets if lengths is None else lengths
         padding = padding_of_offsets(who, real, offsets, share.total).to(ids.device)
         padding = share.of("padding_mask", padding)
@@ -183,7 +178,9 @@ def offsets_on_host(who: str, cu: Any, cu_padded: Any, sentinel: int) -> tuple[T
     lengths, slots = both[: arrays[0].numel()], both[arrays[0].numel() :]
 
     def real(offsets: Tensor) -> Tensor:
-        return offsets[(offsets != sentinel) & (offsets >= 0)]
+        kept = (offsets != sentinel) & (offsets >= 0)
+        kept[:1] = offsets[:1] >= 0  # where the first document begins, also if that is 0
+        return offsets[kept]
 
     return real(lengths), real(lengths if cu_padded is None else slots)
 

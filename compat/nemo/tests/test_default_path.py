@@ -293,8 +293,8 @@ BAD = {
     ),
     "flat positions": (
         ValueError,
-        r"position_ids.*\[3\]",
-        {"position_ids": torch.arange(3)},
+        r"position_ids.*\[2\]",
+        {"position_ids": torch.arange(2)},
     ),
     "short padding": (
         ValueError,

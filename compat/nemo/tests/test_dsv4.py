@@ -1,7 +1,10 @@
 """DeepSeek V4: contiguous rows, the dense mask, gathers."""
 
 import contextlib
+import math
 import types
+from decimal import Decimal
+from fractions import Fraction
 
 import batch_oracle as oracle
 import pytest
@@ -102,6 +105,15 @@ def test_one_row_of_positions_stays_one_row_and_planes_count_on():
     assert batch["position_ids"].tolist() == [[[2, 3]], [[5, 6]]]
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3), (3, 2, 3), (2, 3, 3), (2, 2, 2, 3)])
+def test_positions_are_cut_on_their_last_axis(shape):
+    planes = torch.arange(math.prod(shape)).view(shape)
+    batch = row_batch(rows=2, length=3, position_ids=planes)
+    make(Mesh(2, 1), None, batch)
+    assert torch.equal(batch["position_ids"][..., :1], planes[..., 2:])
+    assert torch.equal(batch["position_ids"][..., 1:], planes[..., 2:] + 1)
+
+
 def test_a_loss_mask_stands_in_for_labels_or_is_sharded():
     mask = torch.ones(1, 3)
     batch = row_batch()
@@ -186,11 +198,28 @@ def test_worked_multiples(ratios, multiple):
     assert dsv4.dsv4_cp_local_seq_multiple(object()) == 1
 
 
-def test_only_integers_above_zero_are_ratios():
+@pytest.mark.parametrize("rule", [contextlib.nullcontext, strict])
+def test_ratios_are_integers_of_any_type_of_numbers(rule):
+    def multiple(*ratios):
+        with rule():
+            return dsv4.dsv4_cp_local_seq_multiple(types.SimpleNamespace(compress_ratios=ratios))
+
+    for four in (4, 4.0, torch.tensor(4), torch.tensor([4.0]), Decimal(4), Fraction(8, 2)):
+        assert multiple(four) == 8
+        assert multiple(four, 6) == 24
+    assert multiple(4.0, 128.0) == 128
+    for nothing in (0, -4, 0.0, -4.0, False, True, torch.tensor(0)):
+        assert multiple(nothing) == 1
+        assert multiple(nothing, 6) == 6
+    for bad in ("4", 4.5, None, [4], math.nan, math.inf, 4j, torch.ones(2), 2**70):
+        with pytest.raises(ValueError, match="dsv4_cp_local_seq_multiple: `compress_ratios` holds"):
+            multiple(6, bad)
+    table = types.SimpleNamespace(compress_ratios=torch.tensor([0, 4, 128]))
+    assert dsv4.dsv4_cp_local_seq_multiple(table) == 128
+
+
+def test_ratios_are_a_list():
     multiple = dsv4.dsv4_cp_local_seq_multiple
-    for odd in ("4", 4.0, 4.5, None, True, -4, [4]):
-        assert multiple(types.SimpleNamespace(compress_ratios=[odd])) == 1
-        assert multiple(types.SimpleNamespace(compress_ratios=(odd, 6))) == 6
     for bad in (4, "44"):
         with pytest.raises(TypeError, match="dsv4_cp_local_seq_multiple: `compress_ratios`"):
             multiple(types.SimpleNamespace(compress_ratios=bad))

@@ -1,6 +1,7 @@
 """Gemma4: contiguous rows with side tensors."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -238,3 +239,12 @@ def test_refuses_ranks_outside_the_mesh():
     batch = example()
     refuses(ValueError, "rank", batch, lambda: make(Mesh(2, 5), None, batch))
     refuses(ValueError, "0 ranks", batch, lambda: make(Mesh(0), None, batch))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2, 3), (2, 3, 3), (2, 2, 2, 3)])
+def test_positions_are_cut_on_their_last_axis(shape):
+    planes = torch.arange(math.prod(shape)).view(shape)
+    batch = rows_of(rows=2, length=3, position_ids=planes)
+    make(Mesh(2, 1), None, batch)
+    assert torch.equal(batch["position_ids"][..., :1], planes[..., 2:])
+    assert torch.equal(batch["position_ids"][..., 1:], planes[..., 2:] + 1)

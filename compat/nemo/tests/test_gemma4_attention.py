@@ -10,6 +10,8 @@ import pytest
 import torch
 from compat_support import NEMO
 
+from longspan.compat.nemo import strict
+
 cpa = pytest.importorskip(NEMO + "models.gemma4_moe.cp_attention")
 
 SIGNATURES = {
@@ -255,6 +257,10 @@ def test_segments_pair_documents(q, k, q_index, k_index, cu_q, cu_k, local, cros
     assert made["max_k"] == max(b - a for a, b in itertools.pairwise(cu_k))
     assert made["dense_local"] is bool(local)
     assert made["dense_cross"] is bool(cross)
+    with strict():  # whether rows of keys are one document, whichever
+        made = cpa._build_packed_ring_segments(torch.tensor(q), torch.tensor(k))
+    full = all(len(set(row)) == 1 and row[0] > 0 for row in k)
+    assert made["dense_cross"] is (bool(local) and full)
     if pads is None:
         assert made["pad_rows"] is None
     else:

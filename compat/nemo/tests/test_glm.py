@@ -21,9 +21,9 @@ from longspan.compat.nemo import strict
 make = glm.make_glm_dsa_packed_cp_batch_and_ctx
 
 KEYS = [
-    *("input_ids", "labels", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
-    *("max_seqlen", "qkv_format", "cp_size", "cp_rank", "_glm_dsa_cp_group"),
-    *("glm_dsa_cp_query_indices", "padding_mask"),
+    *("input_ids", "labels", "position_ids", "cu_seqlens", "qkv_format", "cp_size", "cp_rank"),
+    *("_glm_dsa_cp_group", "glm_dsa_cp_query_indices", "max_seqlen", "cu_seqlens_padded"),
+    "padding_mask",
 ]
 
 
@@ -66,6 +66,28 @@ def test_one_rank_is_an_ordinary_case(world_of_one):
     _, out = make(mesh, None, example())
     assert out["input_ids"].tolist() == [1, 2, 3, 0, 5, 6, 0, 0]
     assert out["cp_size"] == 1
+
+
+@pytest.mark.parametrize("rule", [contextlib.nullcontext, strict])
+def test_one_rank_gets_copies(rule):
+    batch = packed_batch([[1, 2, 3, 4]], [[4]], [[4]], padding_mask=torch.zeros(1, 4).bool())
+    loss_mask = torch.ones(1, 4)
+    before = snapshot(batch)
+    with rule():
+        _, out = make(Mesh(1), None, batch, loss_mask=loss_mask)
+    for key in ("input_ids", "labels", "position_ids", "padding_mask"):
+        assert out[key].dtype in (torch.int64, torch.bool)
+        out[key].zero_()
+    out.get("loss_mask", torch.ones(1)).zero_()
+    assert unchanged(batch, before)
+    assert loss_mask.all()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_null_lengths_are_named(chunks):
+    batch = packed_batch([[1, 2, 3, 4]] * 2, None, None)
+    message = "^make_glm_dsa_packed_cp_batch_and_ctx: `seq_lens` is null"
+    refuses(ValueError, message, batch, lambda: make(Mesh(2), None, batch, num_chunks=chunks))
 
 
 def test_pads_follow_from_the_lengths_and_strict_compares_ids():

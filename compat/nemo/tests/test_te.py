@@ -1,5 +1,6 @@
 """Per-document head-tail shares of a stream."""
 
+import contextlib
 import sys
 
 import pytest
@@ -95,6 +96,16 @@ def test_ids_become_int64_and_activations_stay_what_they_are(group_of):
     assert out["padding_mask"].tolist() == [False, True, False, True]
 
 
+def test_strict_compares_ids_as_they_came(group_of):
+    group_of(2, 0)
+    batch = packed_batch([[0, 1, 2, 3]], [[4]], [[4]])
+    batch["input_ids"] = torch.tensor([[0.5, 0.0, 0.0, 0.0]])
+    with strict():
+        out = make(Mesh(2), batch)
+    assert out["input_ids"].tolist() == [0, 0]
+    assert out["padding_mask"].tolist() == [False, True]
+
+
 @pytest.mark.parametrize("mesh", [None, Mesh(1), Mesh(0)])
 def test_one_rank_gives_the_converted_map(mesh):
     out = make(mesh, example())
@@ -150,8 +161,8 @@ def test_chunks_are_stacked(group_of):
     )
     out = make(Mesh(2), batch, num_chunks=2)
     assert list(out) == [
-        *("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "padding_mask"),
-        *("qkv_format", "cp_size", "cp_rank"),
+        *("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "qkv_format"),
+        *("padding_mask", "cp_size", "cp_rank"),
     ]
     assert out["input_ids"].tolist() == [[2, 3, 6, 7], [13, 14, 15, 16]]
     assert out["cu_seqlens"].tolist() == [[0, 4, 8], [0, 8, -1000]]
@@ -283,6 +294,18 @@ def test_one_chunk_with_only_offsets_has_pads_behind_them(group_of):
     with strict():
         out = shard(batch, Mesh(2), "thd", -1000, padding_token_id=5)
     assert out["padding_mask"].tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("rule", [contextlib.nullcontext, strict])
+def test_a_sentinel_of_0_is_not_where_the_first_document_begins(group_of, rule):
+    group_of(2, 0)
+    batch = chunk(cu_seqlens=torch.tensor([0, 4, 8, 0, 0], dtype=torch.int32))
+    del batch["cu_seqlens_padded"]
+    with rule():
+        out = shard(batch, Mesh(2), "thd", 0, padding_token_id=5)
+    assert out["position_ids"].tolist() == [0, 3, 4, 7]
+    assert out["max_seqlen"].item() == 4
+    assert out["cu_seqlens"].tolist() == [0, 4, 8, 0, 0]
 
 
 BAD = {

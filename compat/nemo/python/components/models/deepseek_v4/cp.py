@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan import _C
 from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import (
+    INT32_MAX,
     Batch,
     Mesh,
     check_rows,
@@ -107,7 +108,7 @@ def dsv4_cp_all_gather_metadata(tensor: Tensor | None, *, dim: int, cp_group: An
 def dsv4_cp_local_seq_multiple(model_or_config: Any) -> int:
     """What the local length must be a multiple of, from the layers' ratios.
 
-    Ratios that are no integers, or not above 0, ask for nothing.
+    Ratios are integers of any type of numbers; those not above 0 ask for nothing.
     """
     config = getattr(model_or_config, "config", model_or_config)
     ratios = getattr(config, "compress_ratios", None)
@@ -118,8 +119,21 @@ def dsv4_cp_local_seq_multiple(model_or_config: Any) -> int:
             f"dsv4_cp_local_seq_multiple: `compress_ratios` is {ratios!r}; "
             "expected one ratio for each layer"
         )
-    whole = [int(r) for r in ratios if isinstance(r, numbers.Integral) and not isinstance(r, bool)]
+    whole = [_ratio(ratio) for ratio in ratios]
     return int(_C.share_multiple([ratio for ratio in whole if ratio > 0]))
+
+
+def _ratio(value: Any) -> int:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, numbers.Number) and not isinstance(number, complex):
+        with contextlib.suppress(OverflowError, ValueError):  # infinities, NaN
+            whole = int(number)  # type: ignore[call-overload]
+            if whole == number and abs(whole) <= INT32_MAX:
+                return int(whole)
+    raise ValueError(
+        f"dsv4_cp_local_seq_multiple: `compress_ratios` holds {value!r}; expected integers "
+        f"up to {INT32_MAX}"
+    )
 
 
 @public

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.compat.nemo._strict import is_strict
+
 
 def build_segments(q_ids: Tensor, k_ids: Tensor) -> dict[str, Any] | None:
     """Tokens of each document that is in both shards, paired; None without one.
@@ -31,8 +33,10 @@ def build_segments(q_ids: Tensor, k_ids: Tensor) -> dict[str, Any] | None:
     if len(cu_q) == 1:
         return None
     dense_local = all(_is_one_document(row) for row in q_rows)
+    # The reference asks whether rows of keys are one document, not which one.
     dense_cross = dense_local and all(
-        set(k_row) == {q_row[0]} for q_row, k_row in zip(q_rows, k_rows, strict=True)
+        len(set(k_row)) == 1 and (k_row[0] > 0 if is_strict() else k_row[0] == q_row[0])
+        for q_row, k_row in zip(q_rows, k_rows, strict=True)
     )
     pads = [token <= 0 for row in q_rows for token in row]
 

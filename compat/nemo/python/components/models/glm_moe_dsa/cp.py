@@ -84,6 +84,13 @@ def _contiguous_cp_indices(
     return ownership.tokens_of(cp_rank).to(device)
 
 
+def _copied_share(tensor: Tensor, ownership: _C.Ownership, rank: int, axis: int) -> Tensor:
+    """A rank's run, in memory of its own also where one rank holds all."""
+    local = _nemo.take_share(tensor, ownership, rank, axis)
+    shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return local.clone() if shared else local
+
+
 @public
 def _slice_thd_chunk_for_cp(
     chunk: Batch, *, cp_group: Any, cp_size: int, cp_rank: int, padding_token_id: int
@@ -102,7 +109,7 @@ def _slice_thd_chunk_for_cp(
             raise ValueError(
                 f"{who}: `{name}` is {shape_of(tensor)} but the stream has {total} tokens"
             )
-        return _nemo.take_share(tensor, ownership, cp_rank, 0)
+        return _copied_share(tensor, ownership, cp_rank, 0)
 
     local = share("input_ids", ids)
     if is_strict() or not local.is_floating_point():
@@ -112,18 +119,18 @@ def _slice_thd_chunk_for_cp(
         out[key] = share(key, required(who, chunk, key)).to(torch.int64)
     cu = tensor_at(who, "cu_seqlens", required(who, chunk, "cu_seqlens"))
     out["cu_seqlens"] = cu.to(torch.int32)
-    for key in ("cu_seqlens_padded", "max_seqlen"):
-        if chunk.get(key) is not None:
-            value = chunk[key]
-            if not isinstance(value, Tensor):
-                value = torch.tensor(integer(who, key, value), device=cu.device)
-            out[key] = value.to(torch.int32)
     out["qkv_format"] = "thd"
     out["cp_size"] = cp_size
     out["cp_rank"] = cp_rank
     out["_glm_dsa_cp_group"] = cp_group
     indices = _contiguous_cp_indices(total, cp_size, cp_rank, ids.device)
     out["glm_dsa_cp_query_indices"] = indices.to(torch.int32)
+    for key in ("max_seqlen", "cu_seqlens_padded"):
+        if chunk.get(key) is not None:
+            value = chunk[key]
+            if not isinstance(value, Tensor):
+                value = torch.tensor(integer(who, key, value), device=cu.device)
+            out[key] = value.to(torch.int32)
     if is_strict():
         out["padding_mask"] = local == padding_token_id
     else:
@@ -170,6 +177,11 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
         seq_lens_padding_value=seq_lens_padding_value,
         padding_token_id=padding_token_id,
     )
+    if "cu_seqlens" in converted and converted["cu_seqlens"] is None:
+        raise ValueError(
+            f"{who}: `seq_lens` is null, but a packed stream needs the lengths of its documents; "
+            "for rows without packing give one length for each row"
+        )
     group = cp_mesh.get_group()
     size = mesh_size(cp_mesh)
     rank = cp_rank(who, cp_mesh, dist, ask_mesh=False)
@@ -202,6 +214,6 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     if loss_mask is not None:
         streams = loss_mask.reshape(max(num_chunks, 1), -1)
         ownership = _ownership(streams.shape[1], size, rank)
-        local = _nemo.take_share(streams, ownership, rank, 1)
+        local = _copied_share(streams, ownership, rank, 1)
         out["loss_mask"] = local if num_chunks > 1 else local[0]
     return contextlib.nullcontext, out
