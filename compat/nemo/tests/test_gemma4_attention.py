@@ -16,19 +16,19 @@ cpa = pytest.importorskip(NEMO + "models.gemma4_moe.cp_attention")
 
 SIGNATURES = {
     "gemma4_vision_group_ids": "(mm_token_type_ids)",
-    "_base_gemma4_cp_mask": "(module, ctx, q_idx, kv_idx, kv_global_start=0)",
+    "_base_gemma4_cp_mask": "(attention_module, ctx, q_idx, kv_idx, kv_global_start=0)",
     "_metadata_like": "(metadata)",
     "_detach_metadata": "(metadata)",
     "_zero_if_none": "(grad, like)",
-    "_merge_flex_chunk": "(out, lse, chunk_out, chunk_lse)",
-    "_run_gemma4_flex_chunk": "(module, ctx, *, key_chunk, value_chunk, metadata_chunk, "
-    "kv_global_start)",
-    "_run_gemma4_cp_ring_attention": "(module, ctx)",
-    "_run_gemma4_cp_ring_attention_forward": "(module, ctx)",
-    "_gemma4_cp_manual_attention": "(module, q, k, v, *, cp_mesh, attn_mask, dropout_p, "
-    "is_causal, scale, enable_gqa, kwargs)",
+    "_merge_flex_chunk": "(out_acc, lse_acc, out_step, lse_step)",
+    "_run_gemma4_flex_chunk": "(attention_module, ctx, *, key_chunk, value_chunk, "
+    "metadata_chunk, kv_global_start)",
+    "_run_gemma4_cp_ring_attention": "(attention_module, ctx)",
+    "_run_gemma4_cp_ring_attention_forward": "(attention_module, ctx)",
+    "_gemma4_cp_manual_attention": "(attention_module, query, key, value, *, cp_mesh, attn_mask, "
+    "dropout_p, is_causal, scale, enable_gqa, kwargs)",
     "_build_packed_ring_segments": "(q_ids, k_ids)",
-    "attach_gemma4_cp_ring_attention": "(module, *, use_ffpa=False)",
+    "attach_gemma4_cp_ring_attention": "(attention_module, *, use_ffpa=False)",
 }
 
 

@@ -68,6 +68,22 @@ def test_attach_marks_a_module_and_gives_it_entry_points():
         module.setup_cp_attention(Mesh(Group()))
 
 
+def test_callers_name_their_arguments():
+    q, k, v = tensors()
+    module = Attention()
+    cpa.attach_gemma4_cp_ring_attention(attention_module=module, use_ffpa=False)
+    how = dict(cp_mesh=Mesh(Group()), attn_mask=None, dropout_p=0.0, is_causal=True)
+    how |= dict(scale=None, enable_gqa=False, kwargs={})
+    out = module.run_cp_manual_attention(query=q, key=k, value=v, **how)
+    torch.testing.assert_close(out, plain(q, k, v))
+    by_name = cpa._gemma4_cp_manual_attention(
+        attention_module=module, query=q, key=k, value=v, **how
+    )
+    assert torch.equal(by_name, out)
+    module.setup_cp_attention(cp_mesh=Mesh(Group()))
+    torch.testing.assert_close(module(q, k, v), plain(q, k, v))
+
+
 def test_attach_alone_changes_no_result():
     q, k, v = tensors()
     module = Attention()

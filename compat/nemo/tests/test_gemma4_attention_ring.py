@@ -469,7 +469,7 @@ def test_refuses_what_does_not_fit():
     q = torch.ones(1, 2, 4, 8)
     how = dict(cp_mesh=Mesh(Group()), attn_mask=None, dropout_p=0.0, is_causal=True)
     how |= dict(scale=None, enable_gqa=False, kwargs={})
-    with pytest.raises(ValueError, match=r"^_gemma4_cp_manual_attention: `q` is \[2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"^_gemma4_cp_manual_attention: `query` is \[2, 4, 8\]"):
         cpa._gemma4_cp_manual_attention(case.module(), q[0], q, q, **how)
-    with pytest.raises(ValueError, match="q, k and v have 4, 3 and 4 tokens"):
+    with pytest.raises(ValueError, match="`query`, `key` and `value` have 4, 3 and 4 tokens"):
         cpa._gemma4_cp_manual_attention(case.module(), q, q[:, :, 1:], q, **how)

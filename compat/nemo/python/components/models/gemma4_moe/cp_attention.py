@@ -96,10 +96,10 @@ def gemma4_vision_group_ids(mm_token_type_ids: Tensor) -> Tensor:
 
 
 def _base_gemma4_cp_mask(
-    module: Any, ctx: Any, q_idx: Any, kv_idx: Any, kv_global_start: int = 0
+    attention_module: Any, ctx: Any, q_idx: Any, kv_idx: Any, kv_global_start: int = 0
 ) -> Any:
     """Whether causality and the window let local queries see keys of a chunk."""
-    return base_mask(module, ctx, q_idx, kv_idx, kv_global_start)
+    return base_mask(attention_module, ctx, q_idx, kv_idx, kv_global_start)
 
 
 def _metadata_like(metadata: Metadata) -> Metadata:
@@ -116,17 +116,17 @@ def _zero_if_none(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _merge_flex_chunk(
-    out: Tensor | None, lse: Tensor | None, chunk_out: Tensor, chunk_lse: Tensor
+    out_acc: Tensor | None, lse_acc: Tensor | None, out_step: Tensor, lse_step: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Joins answers over different keys; -inf on either side, or both, saw no key."""
-    if out is None or lse is None:
-        return chunk_out, chunk_lse
-    return merge(out, lse, chunk_out, chunk_lse)
+    if out_acc is None or lse_acc is None:
+        return out_step, lse_step
+    return merge(out_acc, lse_acc, out_step, lse_step)
 
 
 @public
 def _run_gemma4_flex_chunk(
-    module: Any,
+    attention_module: Any,
     ctx: Any,
     *,
     key_chunk: Tensor,
@@ -137,7 +137,7 @@ def _run_gemma4_flex_chunk(
     """Local queries and the keys of one rank: output, log-sum-exp, rows without an
     output, and the head dimension rounded up to a power of two."""
     out, lse, empty, padded = _wide_chunk(
-        module,
+        attention_module,
         ctx,
         key_chunk=key_chunk,
         value_chunk=value_chunk,
@@ -270,25 +270,25 @@ def _logged(ctx: Any, out: Tensor) -> Tensor:
 
 
 @public
-def _run_gemma4_cp_ring_attention_forward(module: Any, ctx: Any) -> Tensor:
+def _run_gemma4_cp_ring_attention_forward(attention_module: Any, ctx: Any) -> Tensor:
     """The attention of this rank's queries to the keys of all, without gradients."""
     with torch.no_grad():
-        return _logged(ctx, _ring("_run_gemma4_cp_ring_attention_forward", module, ctx))
+        return _logged(ctx, _ring("_run_gemma4_cp_ring_attention_forward", attention_module, ctx))
 
 
 @public
-def _run_gemma4_cp_ring_attention(module: Any, ctx: Any) -> Tensor:
+def _run_gemma4_cp_ring_attention(attention_module: Any, ctx: Any) -> Tensor:
     """The attention of this rank's queries to the keys of all ranks. Every rank calls,
     with the same metadata tensors there or absent, forward and backward."""
-    return _logged(ctx, _ring("_run_gemma4_cp_ring_attention", module, ctx))
+    return _logged(ctx, _ring("_run_gemma4_cp_ring_attention", attention_module, ctx))
 
 
 @public
 def _gemma4_cp_manual_attention(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    attention_module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     cp_mesh: Mesh,
     attn_mask: Any,
@@ -301,24 +301,24 @@ def _gemma4_cp_manual_attention(
     """The ring with the metadata that the hooks, or the caller, left on the module.
     `attn_mask` is not read: the metadata says who sees whom."""
     who = "_gemma4_cp_manual_attention"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor_at(who, name, tensor).dim() != 4:
             raise ValueError(
                 f"{who}: `{name}` is {shape_of(tensor)}; expected [rows, heads, tokens, width]"
             )
-    if q.shape[2] != k.shape[2] or k.shape[2] != v.shape[2]:
+    if query.shape[2] != key.shape[2] or key.shape[2] != value.shape[2]:
         raise ValueError(
-            f"{who}: q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens; "
-            "expected this rank's tokens in each"
+            f"{who}: `query`, `key` and `value` have {query.shape[2]}, {key.shape[2]} and "
+            f"{value.shape[2]} tokens; expected this rank's tokens in each"
         )
     group, size = cp_mesh.get_group(), mesh_size(cp_mesh)
     rank = _rank_of(who, cp_mesh, group, size)
-    tokens = k.shape[2]
+    tokens = key.shape[2]
     ctx = CPRingAttentionContext(
-        module=module,
-        query=q,
-        key=k,
-        value=v,
+        module=attention_module,
+        query=query,
+        key=key,
+        value=value,
         cp_mesh=cp_mesh,
         cp_group=group,
         cp_size=size,
@@ -330,12 +330,14 @@ def _gemma4_cp_manual_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=bool(enable_gqa) or q.shape[1] != k.shape[1],
+        enable_gqa=bool(enable_gqa) or query.shape[1] != key.shape[1],
         kwargs=kwargs,
-        metadata=dict(sdpa_route.metadata_of(module)),
-        metadata_seq_dims=dict(getattr(module, "_cp_manual_metadata_seq_dims", None) or {}),
+        metadata=dict(sdpa_route.metadata_of(attention_module)),
+        metadata_seq_dims=dict(
+            getattr(attention_module, "_cp_manual_metadata_seq_dims", None) or {}
+        ),
     )
-    return _run_gemma4_cp_ring_attention(module, ctx)
+    return _run_gemma4_cp_ring_attention(attention_module, ctx)
 
 
 def _rank_of(who: str, mesh: Any, group: Any, size: int) -> int:
@@ -373,29 +375,28 @@ def _routed(cp_mesh: Any, module: Any, call: dict[str, Any]) -> Tensor:
     )
 
 
-def _install_gemma4_cp_ring_sdpa(module: Any, cp_mesh: Any) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(
-            f"setup_cp_attention: the module is a {type(module).__name__}; hooks need a Module"
-        )
-    sdpa_route.install(module, functools.partial(_routed, cp_mesh))
-    module._cp_uses_attention_hook = True  # type: ignore[assignment]
+def _install_gemma4_cp_ring_sdpa(attention_module: Any, cp_mesh: Any) -> None:
+    if not isinstance(attention_module, torch.nn.Module):
+        kind = type(attention_module).__name__
+        raise TypeError(f"setup_cp_attention: the module is a {kind}; hooks need a Module")
+    sdpa_route.install(attention_module, functools.partial(_routed, cp_mesh))
+    attention_module._cp_uses_attention_hook = True  # type: ignore[assignment]
 
 
-def _manual(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return _gemma4_cp_manual_attention(module, *args, **kwargs)
+def _manual(attention_module: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    return _gemma4_cp_manual_attention(attention_module, *args, **kwargs)
 
 
 @public
-def attach_gemma4_cp_ring_attention(module: Any, *, use_ffpa: bool = False) -> None:
+def attach_gemma4_cp_ring_attention(attention_module: Any, *, use_ffpa: bool = False) -> None:
     """Marks an attention module with its metadata and gives it `setup_cp_attention`,
     which takes the mesh and routes the module's attention over its ranks, and
     `run_cp_manual_attention`, the attention itself.
 
     There is one path for all head dimensions: `use_ffpa` changes nothing.
     """
-    module._gemma4_cp_use_ffpa = bool(use_ffpa)
-    module._cp_manual_metadata_keys = METADATA_KEYS
-    module._cp_manual_metadata_seq_dims = {key: 1 for key in METADATA_KEYS}
-    module.run_cp_manual_attention = MethodType(_manual, module)
-    module.setup_cp_attention = MethodType(_install_gemma4_cp_ring_sdpa, module)
+    attention_module._gemma4_cp_use_ffpa = bool(use_ffpa)
+    attention_module._cp_manual_metadata_keys = METADATA_KEYS
+    attention_module._cp_manual_metadata_seq_dims = {key: 1 for key in METADATA_KEYS}
+    attention_module.run_cp_manual_attention = MethodType(_manual, attention_module)
+    attention_module.setup_cp_attention = MethodType(_install_gemma4_cp_ring_sdpa, attention_module)
