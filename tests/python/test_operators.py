@@ -1,5 +1,5 @@
 """rotate_channels, attend_dense, index_scores: values against slow answers, derivatives,
-tracing, refusals."""
+tracing, refusals; tracing of sinkhorn_normalize, whose values are compared where it is used."""
 
 from __future__ import annotations
 
@@ -342,6 +342,9 @@ def cases(requires_grad: bool) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "scores": (ops.index_scores, (wants(iq), wants(ik), wants(iw), start, end)),
         "all scores": (ops.index_scores, (wants(iq), wants(ik), wants(iw), None, None)),
+        "sinkhorn": (ops.sinkhorn_normalize, (wants(random(3, 4, 4)), 5, 1e-6)),
+        "sinkhorn of strides": (ops.sinkhorn_normalize, (wants(random(4, 3, 4).mT), 2, 1e-6)),
+        "sinkhorn by torch": (ops.sinkhorn_normalize, (wants(random(1, 70, 70)), 2, 1e-6)),
     }
 
 
@@ -354,7 +357,7 @@ def test_is_registered_correctly(name: str, requires_grad: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rotate", "dense", "scores"])
+@pytest.mark.parametrize("name", ["rotate", "dense", "scores", "sinkhorn"])
 def test_compiles_whole(name: str) -> None:
     op, arguments = cases(True)[name]
 

@@ -418,10 +418,114 @@ def test_the_kernel_needs_a_ratio(on_device):
 # Backends.
 
 
+# The normalisation of hyper-connections.
+
+sinkhorn = dsv4_kernels.dsv4_sinkhorn_normalize
+# 70 x 70 is beyond the kernel for small matrices.
+MATRICES = [(4, 4), (2, 5, 4, 4), (3, 1, 2), (2, 3, 1), (2, 70, 70), (0, 4, 4), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+@pytest.mark.parametrize("repeat", [1, 2, 20])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_sinkhorn_is_the_plain_form(shape, repeat, eps):
+    x, g = 3 * random(*shape), random(*shape, seed=1)
+    x.requires_grad_()
+    out = sinkhorn(x, backend="auto", repeat=repeat, eps=eps)
+    expected = dsv4_kernels.sinkhorn_normalize_torch(x, repeat, eps)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    (got,), (want,) = torch.autograd.grad(out, x, g), torch.autograd.grad(expected, x, g)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_sinkhorn_is_nearly_doubly_stochastic_whatever_the_strides():
+    x = random(5, 4, 6, 4).permute(2, 0, 3, 1)[:, ::2].requires_grad_()
+    out = sinkhorn(x, backend="torch", repeat=40, eps=1e-9)
+    ones = torch.ones(6, 3, 4, dtype=x.dtype)
+    torch.testing.assert_close(out.sum(-1), ones, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.sum(-2), ones, rtol=1e-6, atol=1e-6)
+    g = random(4, 6, 3, 4, seed=1).permute(1, 2, 3, 0)
+    plain = dsv4_kernels.sinkhorn_normalize_torch(x, 40, 1e-9)
+    torch.testing.assert_close(torch.autograd.grad(out, x, g), torch.autograd.grad(plain, x, g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 4, 4), (2, 70, 70)])
+def test_sinkhorn_sums_in_float32_and_rounds_once(dtype, shape):
+    x = (2 * random(*shape)).to(dtype).requires_grad_()
+    g = random(*shape, seed=1).to(dtype)
+    out = sinkhorn(x, backend="auto", repeat=20, eps=1e-6)
+    assert out.dtype == dtype
+    wide = x.detach().double().requires_grad_()
+    exact = dsv4_kernels.sinkhorn_normalize_torch(wide, 20, 1e-6)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=unit + 1e-5, atol=1e-7)
+    (got,), (want,) = torch.autograd.grad(out, x, g), torch.autograd.grad(exact, wide, g.double())
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=unit + 1e-4, atol=unit * 1e-2 + 1e-6)
+
+
+def test_sinkhorn_refuses():
+    def call(x=None, repeat=2, eps=1e-6):
+        return sinkhorn(
+            torch.ones(2, 2) if x is None else x, backend="torch", repeat=repeat, eps=eps
+        )
+
+    who = "^dsv4_sinkhorn_normalize: "
+    for bad in (torch.ones(2), torch.ones(2, 2).long()):
+        with pytest.raises(ValueError, match=who + "`x` is .*expected floating"):
+            call(bad)
+    with pytest.raises(TypeError, match=who + "`x` is a list; expected a tensor"):
+        call([[1.0]])
+    for repeat in (0, -1, 2**40):
+        with pytest.raises(ValueError, match=who + f"`repeat` is {repeat}; expected 1 to 10000"):
+            call(repeat=repeat)
+    with pytest.raises(TypeError, match=who + "`repeat` is 1.5; expected an integer"):
+        call(repeat=1.5)
+    with pytest.raises(ValueError, match=who + "`eps` is -1"):
+        call(eps=-1.0)
+    with strict():  # as the reference counts
+        assert torch.equal(call(repeat=0), call(repeat=1))
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="sinkhorn_normalize: there is no second derivative"):
+        torch.autograd.grad(call(x).sum(), x, create_graph=True)
+
+
+# The plain forms.
+
+
+def test_plain_attention_is_the_operators():
+    inputs = attention_inputs()
+    once = (*inputs[:3], inputs[3].clone())
+    once[3][0, 1] = torch.tensor([4, -1, 2])  # a key that is listed twice counts twice
+    plain = dsv4_kernels.sparse_attention_torch, dsv4_kernels.dense_attention_topk_torch
+    for form, given in ((plain[0], inputs), (plain[0], once), (plain[1], once)):
+        q, kv, sinks = (t.clone().requires_grad_() for t in given[:3])
+        out = form(q, kv, sinks, given[3], 0.4)
+        got = torch.autograd.grad(out, (q, kv, sinks), torch.ones_like(out))
+        expected = attention(q, kv, sinks, given[3], 0.4, backend="torch")
+        want = torch.autograd.grad(expected, (q, kv, sinks), torch.ones_like(out))
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(got, want)
+        assert (out[0, 2] == 0).all()
+
+
+def test_plain_scores_are_the_operators():
+    inputs = indexer_inputs()
+    scores = dsv4_kernels.indexer_scores_torch(*inputs, 0.5)
+    torch.testing.assert_close(scores, scores_of(inputs, "torch"))
+    by_name = dsv4_kernels.indexer_scores_torch(*inputs, softmax_scale=0.5, compress_ratio=4)
+    assert torch.equal(by_name, scores)
+    idxs = torch.tensor([0, 4, -1, 2, 5, 2**31 - 1]).expand(2, 6, 6)
+    listed = dsv4_kernels.extract_indexer_topk_scores_torch(scores, idxs)
+    torch.testing.assert_close(listed, topk_scores(inputs, idxs))
+
+
 CALLS = {
     "attention": lambda backend: attention(*attention_inputs(), 0.4, backend=backend),
     "scores": lambda backend: scores_of(indexer_inputs(), backend),
     "listed": lambda backend: topk_scores(indexer_inputs(), torch.zeros(2, 6, 1).long(), backend),
+    "sinkhorn": lambda backend: sinkhorn(random(2, 4, 4), backend=backend, repeat=3, eps=1e-6),
 }
 
 
@@ -439,7 +543,7 @@ def test_backends(name):
 def test_kernel_names():
     assert dsv4_kernels.is_dsv4_kernel_available("sparse_attn") is True
     assert dsv4_kernels.is_dsv4_kernel_available("indexer") is True
-    assert dsv4_kernels.is_dsv4_kernel_available("sinkhorn") is False
+    assert dsv4_kernels.is_dsv4_kernel_available("sinkhorn") is True
     with pytest.raises(ValueError, match="is_dsv4_kernel_available: no kernel 'mla'"):
         dsv4_kernels.is_dsv4_kernel_available("mla")
 
@@ -452,6 +556,9 @@ def test_on_a_device_the_answers_are_the_same_and_nothing_is_read():
     listed = topk_scores(inputs, idxs.new_zeros(2, 6, 1))
     q, kv, sinks, idxs = (t.cuda() for t in (q, kv, sinks, idxs))
     there = tuple(t.cuda() for t in inputs)
+    x = random(64, 4, 4).float()
+    normal = sinkhorn(x, backend="torch", repeat=20, eps=1e-6)
+    x = x.cuda().requires_grad_()
     none = idxs.new_zeros(2, 6, 1)
     for _ in range(2):
         torch.cuda.synchronize()
@@ -460,10 +567,15 @@ def test_on_a_device_the_answers_are_the_same_and_nothing_is_read():
             out = attention(q, kv, sinks, idxs, 0.4, backend="tilelang")
             scores = scores_of(there, "tilelang")
             got = topk_scores(there, none, "auto")
+            on_device = sinkhorn(x, backend="tilelang", repeat=20, eps=1e-6)
+            (dx,) = torch.autograd.grad(on_device, x, x.detach())
             made = lists(device="cuda", q_positions=None)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.allclose(out.cpu().float(), expected.float(), atol=2e-2)
     assert torch.allclose(got.cpu(), listed, atol=1e-4)
+    assert torch.allclose(on_device.cpu(), normal, atol=1e-6)
+    plain = dsv4_kernels.sinkhorn_normalize_torch(x, 20, 1e-6)
+    assert torch.allclose(dx, torch.autograd.grad(plain, x, x.detach())[0], atol=1e-5)
     assert (scores[:, 0] == NEVER).all()
     assert torch.equal(made.cpu(), lists(q_positions=None))

@@ -64,8 +64,15 @@ SIGNATURES = {
         "backend, query_start=0, query_total_len=None)",
         "dsv4_indexer_topk_scores": "(q, pooled_kv, weights, topk_indices, *, compress_ratio, "
         "softmax_scale, backend)",
+        "dsv4_sinkhorn_normalize": "(x, *, backend, repeat, eps)",
         "dsv4_sparse_attention": "(q, kv, sinks, topk_idxs, sm_scale, *, backend)",
         "is_dsv4_kernel_available": "(name)",
+        "sinkhorn_normalize_torch": "(x, repeat, eps)",
+        "sparse_attention_torch": "(q, kv, sinks, topk_idxs, sm_scale)",
+        "dense_attention_topk_torch": "(q, kv, sinks, topk_idxs, sm_scale)",
+        "indexer_scores_torch": "(q, pooled_kv, weights, softmax_scale, *, compress_ratio=None, "
+        "query_start=0, query_total_len=None)",
+        "extract_indexer_topk_scores_torch": "(logits, topk_indices)",
     },
     gemma4: {
         "_make_contiguous_shard_cp_batch": "(cp_mesh, batch, *, primary_key, "
@@ -106,6 +113,10 @@ def test_signature_is_the_references(module, name, expected):
 def test_backend_names_are_the_references():
     for alias in (kernels.DsaIndexerBackend, kernels.DsaSparseAttentionBackend):
         assert typing.get_args(alias) == ("torch", "tilelang", "auto")
+    for alias in (dsv4_kernels.Dsv4IndexerBackend, dsv4_kernels.Dsv4SinkhornBackend):
+        assert typing.get_args(alias) == ("torch", "tilelang", "auto")
+    backends = typing.get_args(dsv4_kernels.Dsv4SparseAttentionBackend)
+    assert backends == ("torch", "sparse_torch", "tilelang", "auto")
 
 
 def test_glm_and_deepseek_ask_the_replaceable_torch_distributed():

@@ -1,4 +1,5 @@
-"""DeepSeek V4's sparse attention: index lists, attention over them, the indexer.
+"""DeepSeek V4's sparse attention: index lists, attention over them, the indexer; and
+the Sinkhorn normalisation of its hyper-connections.
 
 All backends run the operators of this library, on CPU and CUDA. What a backend
 still decides is what the reference ties to it: "tilelang" refuses tensors that
@@ -7,8 +8,9 @@ are not on a device, and the kernel's scores are masked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,33 +24,41 @@ from longspan.compat.nemo.components.models.glm_moe_dsa.optimized_kernels import
 )
 
 __all__ = [
+    "Dsv4IndexerBackend",
+    "Dsv4SinkhornBackend",
+    "Dsv4SparseAttentionBackend",
     "build_dsv4_sparse_topk_indices",
     "dsv4_indexer_scores",
     "dsv4_indexer_topk_scores",
+    "dsv4_sinkhorn_normalize",
     "dsv4_sparse_attention",
     "is_dsv4_kernel_available",
 ]
 
-# Whether this library has the kernel.
-_KERNELS = {"sinkhorn": False, "sparse_attn": True, "indexer": True}
-#: What messages call them.
-_KERNEL_TITLES = {"sparse_attn": "sparse attention", "indexer": "indexer"}
+Dsv4SparseAttentionBackend = Literal["torch", "sparse_torch", "tilelang", "auto"]
+Dsv4IndexerBackend = Literal["torch", "tilelang", "auto"]
+Dsv4SinkhornBackend = Literal["torch", "tilelang", "auto"]
+
+# What messages call the kernels; this library has them all.
+_KERNELS = {"sinkhorn": "sinkhorn", "sparse_attn": "sparse attention", "indexer": "indexer"}
 _PLAIN = ("torch", "sparse_torch")
 _BACKENDS = (*_PLAIN, "tilelang", "auto")
 
 
 @public
 def is_dsv4_kernel_available(name: str) -> bool:
-    """Whether "sparse_attn" and "indexer" (yes, on CPU too) or "sinkhorn" (no) run."""
+    """Whether "sinkhorn", "sparse_attn" and "indexer" run: yes, on CPU too."""
     if name not in _KERNELS:
         raise ValueError(
             f"is_dsv4_kernel_available: no kernel {name!r}; there are "
             f"{', '.join(map(repr, _KERNELS))}"
         )
-    return _KERNELS[name]
+    return True
 
 
-def _uses_kernel(who: str, backend: str, kernel: str, tensors: Sequence[Tensor]) -> bool:
+def _uses_kernel(
+    who: str, backend: str, kernel: str, tensors: Sequence[Tensor], *, bf16: bool = True
+) -> bool:
     if backend in _PLAIN:
         return False
     if backend not in _BACKENDS:
@@ -60,9 +70,9 @@ def _uses_kernel(who: str, backend: str, kernel: str, tensors: Sequence[Tensor])
     return should_use_tilelang(
         backend,
         available=is_dsv4_kernel_available(kernel),
-        kernel_name=_KERNEL_TITLES[kernel],
+        kernel_name=_KERNELS[kernel],
         tensors=tensors,
-        require_bf16=True,
+        require_bf16=bf16,
     )
 
 
@@ -286,3 +296,96 @@ def dsv4_indexer_topk_scores(
     with renamed(k="pooled_kv", indices="topk_indices"):
         scores: Tensor = torch.ops.longspan.score_selected(queries, keys, scaled, topk_indices)
     return scores
+
+
+@public
+def dsv4_sinkhorn_normalize(
+    x: Tensor, *, backend: Dsv4SinkhornBackend, repeat: int, eps: float
+) -> Tensor:
+    """Matrices [.., rows, columns] made nearly doubly stochastic, like `x`.
+
+    Softmax over the last dimension plus eps, columns divided by (their sum + eps),
+    then `repeat - 1` times rows and columns likewise.
+    """
+    who = "dsv4_sinkhorn_normalize"
+    tensor_at(who, "x", x)
+    _uses_kernel(who, backend, "sinkhorn", (x,), bf16=False)
+    steps = integer(who, "repeat", repeat)
+    if is_strict():
+        steps = max(steps, 1)
+    with renamed():
+        out: Tensor = torch.ops.longspan.sinkhorn_normalize(x, steps, float(eps))
+    return out
+
+
+# The same in plain torch: slow, obvious, and what the operators are compared with.
+
+
+def sinkhorn_normalize_torch(x: Tensor, repeat: int, eps: float) -> Tensor:
+    """`dsv4_sinkhorn_normalize`."""
+    y = x.softmax(-1) + eps
+    y = y / (y.sum(-2, keepdim=True) + eps)
+    for _ in range(repeat - 1):
+        y = y / (y.sum(-1, keepdim=True) + eps)
+        y = y / (y.sum(-2, keepdim=True) + eps)
+    return y
+
+
+def _with_sink(scores: Tensor, sinks: Tensor, values: Tensor) -> Tensor:
+    """Attention of scores [.., H, keys], -inf where there is no key, with a logit more
+    for each head that has no value. Of no keys at all: 0, without gradient."""
+    empty = torch.isneginf(scores).all(-1, keepdim=True)
+    extra = sinks.to(scores.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, extra.masked_fill(empty, 0)], -1).softmax(-1)[..., :-1]
+    return (weights @ values).masked_fill(empty, 0)
+
+
+def sparse_attention_torch(
+    q: Tensor, kv: Tensor, sinks: Tensor, topk_idxs: Tensor, sm_scale: float
+) -> Tensor:
+    """`dsv4_sparse_attention`, by gathering every query's keys."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    there = (topk_idxs >= 0) & (topk_idxs < kv.shape[1])
+    rows = torch.arange(kv.shape[0], device=kv.device).view(-1, 1, 1)
+    keys = kv.to(wide)[rows, topk_idxs.long().masked_fill(~there, 0)]
+    scores = (q.to(wide) @ keys.transpose(-1, -2)) * sm_scale
+    scores = scores.masked_fill(~there.unsqueeze(2), -math.inf)
+    return _with_sink(scores, sinks, keys).to(q.dtype)
+
+
+def dense_attention_topk_torch(
+    q: Tensor, kv: Tensor, sinks: Tensor, topk_idxs: Tensor, sm_scale: float
+) -> Tensor:
+    """`dsv4_sparse_attention`, by scoring all keys and hiding those not listed. A key
+    that is listed twice counts once."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = kv.to(wide).unsqueeze(1)
+    there = (topk_idxs >= 0) & (topk_idxs < kv.shape[1])
+    count = torch.zeros(*topk_idxs.shape[:2], kv.shape[1], dtype=torch.int64, device=kv.device)
+    count.scatter_add_(-1, topk_idxs.long().masked_fill(~there, 0), there.long())
+    scores = (q.to(wide) @ keys.transpose(-1, -2)) * sm_scale
+    scores = scores.masked_fill((count == 0).unsqueeze(2), -math.inf)
+    return _with_sink(scores, sinks, keys).to(q.dtype)
+
+
+def indexer_scores_torch(
+    q: Tensor,
+    pooled_kv: Tensor,
+    weights: Tensor,
+    softmax_scale: float,
+    *,
+    compress_ratio: int | None = None,
+    query_start: int = 0,
+    query_total_len: int | None = None,
+) -> Tensor:
+    """`dsv4_indexer_scores` unmasked, so that what the keywords say changes nothing."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    products = torch.einsum("bshd,bpd->bshp", q.to(wide), pooled_kv.to(wide)).relu()
+    return torch.einsum("bshp,bsh->bsp", products, weights.to(wide)) * softmax_scale
+
+
+def extract_indexer_topk_scores_torch(logits: Tensor, topk_indices: Tensor) -> Tensor:
+    """Scores [B, S, P] of listed pools; -inf where there is no pool."""
+    there = (topk_indices >= 0) & (topk_indices < logits.shape[-1])
+    listed = logits.gather(-1, topk_indices.long().masked_fill(~there, 0))
+    return listed.masked_fill(~there, -math.inf)
