@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/checked.h"
 #include "longspan/core/mask.h"
 
 namespace longspan {
@@ -48,11 +49,11 @@ std::vector<TokenRange> even_pieces(const std::vector<Mask>& masks, int ranks) {
           mask.queries(), " queries");
   }
   return cut(tokens, ranks, [&](int64_t end) {
-    int64_t pairs = 0;
+    Checked pairs("even_pieces", 0);
     for (const Mask& mask : masks) {
       pairs += mask.pairs({0, end}, {0, mask.keys()});
     }
-    return pairs;
+    return pairs.value();
   });
 }
 

@@ -175,7 +175,7 @@ TokenRange Mask::key_slot(int64_t document) const {
 }
 
 bool Mask::allows(int64_t query, int64_t key) const {
-  check_ranges("allows", {query, query + 1}, {key, key + 1});
+  check_tokens("allows", query, key);
   const Packing::Place place = packing_.locate(query);
   if (place.document == Packing::kTail || !sees(query)) return false;
   if (ratio_ > 0) {
@@ -219,7 +219,7 @@ TokenRange Mask::band_of(int64_t query) const {
 
 TokenRange Mask::keys_of(int64_t query) const {
   check(is_one_range(), "Mask::keys_of: ", why_not_one_range());
-  check_ranges("keys_of", {query, query + 1}, {});
+  check_tokens("keys_of", query, std::nullopt);
   const TokenRange keys = band_of(query);
   if (keys.empty()) return {};
   if (ratio_ > 0) return keys;
@@ -229,7 +229,7 @@ TokenRange Mask::keys_of(int64_t query) const {
 }
 
 std::vector<TokenRange> Mask::key_ranges_of(int64_t query) const {
-  check_ranges("key_ranges_of", {query, query + 1}, {});
+  check_tokens("key_ranges_of", query, std::nullopt);
   const TokenRange keys = band_of(query);
   std::vector<TokenRange> ranges;
   if (ratio_ > 0) {
@@ -259,6 +259,14 @@ TokenRange Mask::reach(TokenRange queries) const {
   const TokenRange tight{visible_->first_from(keys.begin),
                          visible_->end_before(keys.end)};
   return tight.begin < tight.end ? tight : TokenRange{};
+}
+
+void Mask::check_tokens(const char* who, int64_t query,
+                        std::optional<int64_t> key) const {
+  check(query >= 0 && query < queries(), "Mask::", who, ": query ", query,
+        " of ", queries());
+  check(!key || (*key >= 0 && *key < keys()), "Mask::", who, ": key ",
+        key.value_or(0), " of ", keys());
 }
 
 void Mask::check_ranges(const char* who, TokenRange queries,

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -137,6 +138,8 @@ class Mask {
  private:
   Mask(const Packing& packing, Band band, int64_t ratio);
   void rebuild();
+  void check_tokens(const char* who, int64_t query,
+                    std::optional<int64_t> key) const;
   void check_ranges(const char* who, TokenRange queries, TokenRange keys) const;
   bool is_visible(int64_t token) const;
   bool sees(int64_t query) const;

@@ -21,6 +21,9 @@ int64_t round_up(int64_t value, int64_t multiple) {
 }
 
 int64_t common_multiple(int64_t a, int64_t b) {
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  check(a != kLeast && b != kLeast, "common_multiple: ", kLeast,
+        " has none in 64 bits");
   if (a == 0 || b == 0) return std::max(a, b);
   const int64_t step = std::abs(a) / std::gcd(a, b);
   check(step <= std::numeric_limits<int64_t>::max() / std::abs(b),

@@ -234,7 +234,7 @@ Ownership::Place Ownership::locate(int64_t token) const {
   }
   const Chunk chunk = chunk_at(token);
   const bool in_tail =
-      2 * (chunk.range.begin - chunk.cut.begin) >= chunk.cut.size();
+      chunk.range.begin - chunk.cut.begin >= chunk.cut.size() / 2;
   return {chunk.rank, chunk.cut.begin / ranks_ +
                           (in_tail ? chunk.range.size() : 0) +
                           (token - chunk.range.begin)};
@@ -343,11 +343,32 @@ Ownership::Holding Ownership::holding(int64_t token) const {
   return found;
 }
 
+int64_t Ownership::most_ranges() const {
+  switch (kind_) {
+    case OwnershipKind::contiguous:
+      return ranks_;
+    case OwnershipKind::head_tail:
+    case OwnershipKind::per_document_head_tail:
+      return int64_t{2} * ranks_ * (packing_.documents() + 1);
+    case OwnershipKind::ranges:
+      return std::max<int64_t>(ranks_, std::ssize(ranges_data_->held));
+  }
+  throw InternalError("an OwnershipKind without ranges");
+}
+
+void check_listable(const char* who, const Ownership& ownership) {
+  check(ownership.most_ranges() <= kMostListedRanges, who, ": ",
+        ownership.to_string(), " has up to ", ownership.most_ranges(),
+        " ranges on its ranks; at most ", kMostListedRanges,
+        " are looked at, so take fewer ranks or documents");
+}
+
 Moves Ownership::to_rank(int rank) const {
   return Moves::gather(ranges_of(rank), tokens_);
 }
 
 Moves Ownership::to_all_ranks() const {
+  check_listable("Ownership::to_all_ranks", *this);
   std::vector<TokenRange> all;
   for (int rank = 0; rank < ranks_; ++rank) {
     for (TokenRange range : ranges_of(rank)) all.push_back(range);

@@ -83,6 +83,10 @@ class Ownership {
   /// Ranges of a rank in local order; neighbours that touch are joined.
   std::vector<TokenRange> ranges_of(int rank) const;
 
+  /// At least as many as all ranks have ranges, known without listing them;
+  /// every rank counts.
+  int64_t most_ranges() const;
+
   /// The range of ranges_of() that holds a token, and the rank it belongs to.
   struct Holding {
     int rank;
@@ -123,5 +127,12 @@ class Ownership {
   Packing packing_;                            // the two head-tail kinds
   std::shared_ptr<const Ranges> ranges_data_;  // `ranges` only
 };
+
+/// What functions that look at the ranges of every rank agree to: some hundred
+/// megabytes and a second.
+inline constexpr int64_t kMostListedRanges = int64_t{1} << 23;
+
+/// Throws where an ownership has more; `who` is named in the error.
+void check_listable(const char* who, const Ownership& ownership);
 
 }  // namespace longspan

@@ -8,6 +8,15 @@
 
 namespace longspan {
 
+namespace {
+
+void check_documents(int64_t documents) {
+  check(documents <= Packing::kMostDocuments, "Packing: ", documents,
+        " documents; a stream has at most ", Packing::kMostDocuments);
+}
+
+}  // namespace
+
 Packing::Packing() : data_(std::make_shared<const Data>(Data{{}, {0}, 0, 0})) {}
 
 Packing Packing::of(std::vector<int64_t> lengths) {
@@ -30,6 +39,7 @@ Packing Packing::of(std::vector<int64_t> lengths,
 
 Packing Packing::of(std::vector<int64_t> lengths,
                     std::vector<int64_t> padded_lengths, int64_t tokens) {
+  check_documents(std::ssize(lengths));
   check(lengths.size() == padded_lengths.size(), "Packing: ", lengths.size(),
         " lengths but ", padded_lengths.size(),
         " padded lengths; expected one padded length for each document");
@@ -65,6 +75,7 @@ Packing Packing::single(int64_t tokens) {
 Packing Packing::rows(int64_t rows, int64_t length) {
   check(rows >= 0 && length >= 0, "Packing: ", rows, " rows of ", length,
         " tokens; neither may be negative");
+  check_documents(rows);
   return of(std::vector<int64_t>(static_cast<std::size_t>(rows), length));
 }
 

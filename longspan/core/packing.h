@@ -32,6 +32,9 @@ class Packing {
   };
   static constexpr int64_t kTail = -1;
 
+  /// The most documents of a stream: a few hundred megabytes of offsets.
+  static constexpr int64_t kMostDocuments = int64_t{1} << 24;
+
   /// A stream without tokens.
   Packing();
 

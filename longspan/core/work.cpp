@@ -1,6 +1,7 @@
 #include "longspan/core/work.h"
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/checked.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/tile.h"
 
@@ -33,6 +34,7 @@ RankWork work_of(const Mask& mask, const Ownership& ownership, int rank) {
 
 std::vector<RankWork> work_per_rank(const Mask& mask,
                                     const Ownership& ownership) {
+  check_listable("work_per_rank", ownership);
   std::vector<RankWork> work;
   for (int rank = 0; rank < ownership.ranks(); ++rank) {
     work.push_back(work_of(mask, ownership, rank));
@@ -41,12 +43,21 @@ std::vector<RankWork> work_per_rank(const Mask& mask,
 }
 
 int64_t forward_flops(int64_t pairs, const AttentionShape& shape) {
-  return 2 * pairs * shape.heads * (shape.head_dim + shape.value_dim);
+  const auto counted = [](int64_t value) {
+    return Checked("forward_flops", value);
+  };
+  return (counted(2) * pairs * shape.heads *
+          (counted(shape.head_dim) + shape.value_dim))
+      .value();
 }
 
 int64_t key_value_bytes(int64_t tokens, const AttentionShape& shape) {
-  return tokens * shape.key_heads * (shape.head_dim + shape.value_dim) *
-         shape.bytes_per_element;
+  const auto counted = [](int64_t value) {
+    return Checked("key_value_bytes", value);
+  };
+  return (counted(tokens) * shape.key_heads *
+          (counted(shape.head_dim) + shape.value_dim) * shape.bytes_per_element)
+      .value();
 }
 
 int64_t received_bytes_all(const Ownership& ownership, int rank,

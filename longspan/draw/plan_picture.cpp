@@ -82,8 +82,9 @@ void check_plan(const AttentionLayout& layout, const AttentionShape& shape,
   const double most = 4.0 * static_cast<double>(layout.ownership.tokens()) *
                       layout.ownership.ranks() *
                       static_cast<double>(shape.heads) *
-                      static_cast<double>(shape.head_dim + shape.value_dim) *
-                      static_cast<double>(shape.bytes_per_element + 4) *
+                      (static_cast<double>(shape.head_dim) +
+                       static_cast<double>(shape.value_dim)) *
+                      (static_cast<double>(shape.bytes_per_element) + 4) *
                       static_cast<double>(layout.masks.size());
   check(most < 9e18, "draw_plan: ", stream_words(layout), " with ", shape.heads,
         " heads of ", shape.head_dim,

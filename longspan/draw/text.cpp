@@ -422,8 +422,9 @@ char letter_of(int number) {
 }
 
 std::string to_text(const Picture& picture, const TextOptions& options) {
-  check(options.width > kTextGutter + 8, "to_text: a width of ", options.width,
-        " columns; expected at least ", kTextGutter + 9);
+  check(options.width > kTextGutter + 8 && options.width <= kMostColumns,
+        "to_text: a width of ", options.width, " columns; expected ",
+        kTextGutter + 9, " to ", kMostColumns);
   TextPainter painter(options);
   painter.paragraph(picture.title);
   for (const Panel* panel : panels_of(picture)) {

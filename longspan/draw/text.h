@@ -15,6 +15,9 @@ struct TextOptions {
   Ink ink = Ink::plain;
 };
 
+/// The widest text: more than any terminal, and bars do not fill the memory.
+inline constexpr int kMostColumns = 4096;
+
 /// Columns a line has before its first cell: a label and a number.
 inline constexpr int kTextGutter = 16;
 

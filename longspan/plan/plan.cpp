@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/checked.h"
 #include "longspan/plan/attention_layout.h"
 #include "longspan/plan/detail/ring.h"
 
@@ -127,9 +128,21 @@ int64_t tokens_in(const std::vector<PlannedParcel>& parcels) {
   return tokens;
 }
 
+Checked counted(int64_t value) {
+  return {"Plan", value};
+}
+
 /// Bytes of a number that is added up: float32 at least.
 int64_t summed_bytes(const AttentionShape& shape) {
   return std::max<int64_t>(shape.bytes_per_element, 4);
+}
+
+void check_shape(const AttentionShape& shape) {
+  for (int64_t size : {shape.heads, shape.key_heads, shape.head_dim,
+                       shape.value_dim, shape.bytes_per_element}) {
+    check(size >= 0, "Plan: a shape with ", size,
+          " heads, channels or bytes; none of them is negative");
+  }
 }
 
 std::string listed(const char* verb, const char* preposition,
@@ -140,6 +153,32 @@ std::string listed(const char* verb, const char* preposition,
                  " ", preposition, " ", parcel.peer);
   }
   return text;
+}
+
+/// Refuses a plan whose size is known to be huge before it is made.
+void check_size(const AttentionLayout& layout, int64_t rows) {
+  const int ranks = layout.ownership.ranks();
+  check(ranks <= Plan::kMostRanks, "Plan: ", ranks, " ranks; plans go up to ",
+        Plan::kMostRanks);
+  check_listable("Plan", layout.ownership);
+  check(rows <= Plan::kMostRows, "Plan: ", rows, " rows; plans go up to ",
+        Plan::kMostRows);
+}
+
+/// Repeats the lines of the first row, which hold for all.
+void repeat_lines(std::vector<KeyLines>& lines, int64_t rows) {
+  const int64_t each = std::ssize(lines);
+  check(each <= Plan::kMostLines / std::max<int64_t>(rows, 1), "Plan: ", rows,
+        " rows with ", each, " stretches of queries in a step each; at most ",
+        Plan::kMostLines, " are planned, so cut the rows");
+  if (each == 0) return;
+  lines.reserve(static_cast<std::size_t>(each * rows));
+  for (int64_t row = 1; row < rows; ++row) {
+    for (int64_t i = 0; i < each; ++i) {
+      lines.push_back(lines[static_cast<std::size_t>(i)]);
+      lines.back().row = row;
+    }
+  }
 }
 
 uint64_t fingerprint_of(const AttentionLayout& layout, const Strategy& strategy,
@@ -211,6 +250,7 @@ Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
             (layout.masks.size() == 1 || std::ssize(layout.masks) == rows),
         "Plan: ", layout.masks.size(), " masks for ", rows,
         " rows; give one for all rows, or one for each");
+  check_size(layout, rows);
   Plan plan;
   plan.strategy_ = strategy;
   plan.rank_ = rank;
@@ -227,22 +267,17 @@ Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
           ? ring_steps(teams)
           : gathered_steps(teams, strategy.transport == KeyTransport::needed);
   const Ranges& queries = teams.held_by(teams.mine);
+  const int64_t masks = std::min(rows, std::ssize(layout.masks));
   for (PlanStep& step : plan.steps_) {
-    for (int64_t row = 0; row < rows; ++row) {
-      if (row > 0 && layout.masks.size() == 1) {
-        // Repeats the lines of the first row.
-        const auto each = std::ssize(step.lines) / row;
-        for (int64_t i = 0; i < each; ++i) {
-          step.lines.push_back(step.lines[static_cast<std::size_t>(i)]);
-          step.lines.back().row = row;
-        }
-        continue;
-      }
+    for (int64_t row = 0; row < masks; ++row) {
       const auto lines =
           key_lines(layout.mask_of(row), queries, step.keys, row);
       step.lines.insert(step.lines.end(), lines.begin(), lines.end());
     }
-    for (const KeyLines& line : step.lines) step.pairs += count_pairs(line);
+    if (layout.masks.size() == 1) repeat_lines(step.lines, rows);
+    Checked pairs("Plan", 0);
+    for (const KeyLines& line : step.lines) pairs += count_pairs(line);
+    step.pairs = pairs.value();
   }
   return plan;
 }
@@ -262,55 +297,61 @@ HeadShare Plan::head_share(const AttentionShape& shape) const {
 }
 
 int64_t Plan::key_bytes(const AttentionShape& shape) const {
-  return rows_ * head_share(shape).key_heads.size() *
-         (shape.head_dim + shape.value_dim) * shape.bytes_per_element;
+  return (counted(rows_) * head_share(shape).key_heads.size() *
+          (counted(shape.head_dim) + shape.value_dim) * shape.bytes_per_element)
+      .value();
 }
 
 int64_t Plan::gradient_bytes(const AttentionShape& shape) const {
-  return rows_ * head_share(shape).key_heads.size() *
-         (shape.head_dim + shape.value_dim) * summed_bytes(shape);
+  return (counted(rows_) * head_share(shape).key_heads.size() *
+          (counted(shape.head_dim) + shape.value_dim) * summed_bytes(shape))
+      .value();
 }
 
 SentBytes Plan::sent(const AttentionShape& shape, Pass pass) const {
-  const int64_t element = shape.bytes_per_element;
-  const int64_t sum = summed_bytes(shape);
+  check_shape(shape);
+  const Checked element = counted(shape.bytes_per_element);
+  const Checked sum = counted(summed_bytes(shape));
   const int members = strategy_.head_ranks;
   const HeadShare mine = head_share(shape);
-  const int64_t both = shape.head_dim + shape.value_dim;
-  SentBytes bytes;
+  const Checked query = counted(shape.head_dim);
+  const Checked value = counted(shape.value_dim);
+  const Checked both = query + value;
+  Checked keys = counted(0), gradients = keys, to_heads = keys,
+          to_tokens = keys;
   for (const PlanStep& step : steps_) {
-    bytes.keys += tokens_in(step.sends) * key_bytes(shape);
+    keys += counted(tokens_in(step.sends)) * key_bytes(shape);
     if (pass == Pass::backward) {
-      bytes.gradients += tokens_in(step.returns) * gradient_bytes(shape);
+      gradients += counted(tokens_in(step.returns)) * gradient_bytes(shape);
     }
   }
   for (int other = 0; other < members; ++other) {
     if (other == member()) continue;
     const auto theirs =
         HeadShare::of(shape.heads, shape.key_heads, other, members);
-    const int64_t here =
-        rows_ * member_tokens_[static_cast<std::size_t>(member())];
-    const int64_t there =
-        rows_ * member_tokens_[static_cast<std::size_t>(other)];
+    const auto tokens_of = [&](int who) {
+      return counted(rows_) * member_tokens_[static_cast<std::size_t>(who)];
+    };
+    const Checked here = tokens_of(member()), there = tokens_of(other);
+    const Checked their_heads = counted(theirs.heads.size());
+    const Checked their_keys = counted(theirs.key_heads.size());
+    const Checked my_heads = counted(mine.heads.size());
     if (pass == Pass::forward) {
       // q, k and v go out; outputs and their log-sum-exp come back.
-      bytes.to_heads += here * element *
-                        (theirs.heads.size() * shape.head_dim +
-                         theirs.key_heads.size() * both);
-      bytes.to_tokens +=
-          there * mine.heads.size() * (shape.value_dim * element + sum);
+      to_heads += here * element * (their_heads * query + their_keys * both);
+      to_tokens += there * my_heads * (value * element + sum);
     } else {
       // q, k, v, the output and its gradient go out with a log-sum-exp; dq, dk
       // and dv come back.
-      bytes.to_heads += here * element *
-                        (theirs.heads.size() * (both + shape.value_dim) +
-                         theirs.key_heads.size() * both);
-      bytes.to_heads += here * theirs.heads.size() * sum;
-      bytes.to_tokens += there * (mine.heads.size() * shape.head_dim * element +
-                                  mine.key_heads.size() * both * sum);
+      to_heads +=
+          here * element * (their_heads * (both + value) + their_keys * both);
+      to_heads += here * their_heads * sum;
+      to_tokens += there * (my_heads * query * element +
+                            counted(mine.key_heads.size()) * both * sum);
     }
   }
-  return bytes;
+  (void)(keys + gradients + to_heads + to_tokens);  // total() counts too
+  return {keys.value(), gradients.value(), to_heads.value(), to_tokens.value()};
 }
 
 std::string Plan::to_string() const {

@@ -58,6 +58,12 @@ struct SentBytes {
 /// that no rank further on needs are not sent.
 class Plan {
  public:
+  /// What is refused before it costs gigabytes: ranks and rows, and stretches
+  /// of queries with the same lines in one step, over all rows.
+  static constexpr int kMostRanks = 1 << 20;
+  static constexpr int64_t kMostRows = int64_t{1} << 24;
+  static constexpr int64_t kMostLines = int64_t{1} << 23;
+
   /// `rows` are the rows of the batch; there is one mask, or one for each row.
   static Plan of(const AttentionLayout& layout, const Strategy& strategy,
                  int rank, int64_t rows = 1);

@@ -1,6 +1,7 @@
 #include "longspan/plan/strategy.h"
 
 #include <array>
+#include <limits>
 #include <numeric>
 
 #include "longspan/core/detail/check.h"
@@ -43,6 +44,8 @@ Strategy Strategy::named(std::string_view name, int head_ranks) {
 
 Strategy Strategy::over(int ranks, int64_t key_heads) const {
   check(ranks >= 1, "Strategy: ", ranks, " ranks");
+  check(key_heads >= 0, "Strategy: ", key_heads,
+        " key heads; expected 0 or more");
   const int members =
       head_ranks == kAllRanks ? ranks
       : head_ranks == kFitting
@@ -79,8 +82,14 @@ HeadShare HeadShare::of(int64_t heads, int64_t key_heads, int member,
   check(key_heads >= 1 && heads % key_heads == 0, "HeadShare: ", heads,
         " heads do not share ", key_heads, " key heads evenly");
   const int64_t group = heads / key_heads;
-  const TokenRange mine{heads * member / members,
-                        heads * (member + 1) / members};
+  constexpr int64_t kMostHeads = std::numeric_limits<int32_t>::max();
+  check(heads >= 0 && heads <= kMostHeads, "HeadShare: ", heads,
+        " heads; expected 0 to ", kMostHeads);
+  // heads * before / members, rounded down, without that product.
+  const auto border = [&](int64_t before) {
+    return heads / members * before + heads % members * before / members;
+  };
+  const TokenRange mine{border(member), border(member + int64_t{1})};
   if (mine.empty() || group == 0) return {};
   return {mine, {mine.begin / group, (mine.end + group - 1) / group}};
 }

@@ -178,7 +178,7 @@ TEST(Text, RefusesAWidthThatIsTooSmall) {
             "to_text: 64 cells need a width of 80 columns, not 40; draw with "
             "fewer cells");
   EXPECT_EQ(message_of([&] { to_text(picture, {.width = 3}); }),
-            "to_text: a width of 3 columns; expected at least 25");
+            "to_text: a width of 3 columns; expected 25 to 4096");
 }
 
 }  // namespace
