@@ -23,7 +23,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from machine import commit, cpu_name
+from machine import commit, cpu_name, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -116,7 +116,7 @@ def main() -> int:
     if options.save:
         short = "-".join(cpu_name().lower().replace("(r)", "").split()[:2])
         place = options.save / f"build_{short}_{datetime.date.today()}.md"
-        place.write_text("\n".join(table) + "\n")
+        write_whole(place, "\n".join(table) + "\n")
     return 0
 
 

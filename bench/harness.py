@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from machine import commit, cpu_name
+from machine import commit, cpu_name, write_whole
 
 import longspan
 
@@ -111,5 +111,5 @@ def main(
     text = report(rows, title, threads)
     print(json.dumps(rows, indent=2) + "\n" if options.json else text, end="")
     if options.save:
-        options.save.write_text(text)
+        write_whole(options.save, text)
     return 0 if all(r["right"] for r in rows) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import platform
 import subprocess
@@ -17,3 +18,14 @@ def cpu_name() -> str:
 def commit() -> str:
     git = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
+def write_whole(place: pathlib.Path, text: str) -> None:
+    """Writes a report beside its place and renames it, so that a full disk or a signal
+    leaves the old one whole."""
+    beside = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text)
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from harness import commit, versions
+from machine import write_whole
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
@@ -163,7 +164,7 @@ def main() -> int:
     print(json.dumps(rows, indent=2) if options.json else text, end="")
     if options.save:
         card = torch.cuda.get_device_name().replace("NVIDIA", "").strip().lower().replace(" ", "-")
-        (options.save / f"packed-step_{card}_{datetime.date.today()}.md").write_text(text)
+        write_whole(options.save / f"packed-step_{card}_{datetime.date.today()}.md", text)
     return 0 if all(row["right"] for row in rows) else 1
 
 

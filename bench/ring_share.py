@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from harness import report
+from machine import write_whole
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import longspan
@@ -325,7 +326,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
     if options.save:
-        options.save.write_text(text)
+        write_whole(options.save, text)
     return 0 if right else 1
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import commit, versions
+from machine import write_whole
 
 Row = dict[str, Any]
 ops = torch.ops.longspan
@@ -407,7 +408,7 @@ def main() -> int:
     if options.save:
         card = torch.cuda.get_device_name().replace("NVIDIA", "").strip().lower().replace(" ", "-")
         name = f"selected-gpu_{card}_{datetime.date.today()}.md"
-        (options.save / name).write_text(text)
+        write_whole(options.save / name, text)
     return 0 if all(row.get("right", True) for row in done) else 1
 
 

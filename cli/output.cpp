@@ -2,10 +2,15 @@
 
 #include <CLI/CLI.hpp>
 
+#include <unistd.h>
+
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <system_error>
 
 #include "json.h"
 #include "longspan/core/detail/check.h"
@@ -17,6 +22,8 @@
 namespace longspan::cli {
 
 namespace {
+
+namespace fs = std::filesystem;
 
 Format named_format(const OutputArguments& arguments) {
   constexpr const char* kChoices = "svg, text or json";
@@ -37,6 +44,17 @@ Format named_format(const OutputArguments& arguments) {
   return Format::text;
 }
 
+template <class Cannot>
+void write_to(const fs::path& path, const std::string& text,
+              const Cannot& cannot) {
+  errno = 0;
+  std::ofstream file(path, std::ios::binary);
+  if (!file) throw Refusal(cannot());  // a wrong path
+  file << text;
+  file.close();
+  if (!file) throw Failure(cannot());  // a full disk
+}
+
 void write_text(const std::optional<std::string>& path,
                 const std::string& text) {
   if (!path || *path == "-") {
@@ -48,12 +66,32 @@ void write_text(const std::optional<std::string>& path,
     return join("cannot write '", *path, "'",
                 errno == 0 ? "" : join(": ", std::strerror(errno)));
   };
+  // A link stays one: what it leads to is replaced.
+  std::error_code ignored;
+  fs::path target = fs::weakly_canonical(*path, ignored);
+  if (target.empty()) target = *path;
+  const auto is = fs::status(target, ignored);
+  if (fs::exists(is) && !fs::is_regular_file(is)) {
+    write_to(target, text, cannot);  // a pipe, a terminal; not a folder
+    return;
+  }
   errno = 0;
-  std::ofstream file(*path, std::ios::binary);
-  if (!file) throw Refusal(cannot());  // a wrong path
-  file << text;
-  file.close();
-  if (!file) throw Failure(cannot());  // a full disk
+  if (fs::exists(is) && access(target.c_str(), W_OK) != 0) {
+    throw Refusal(cannot());
+  }
+  // Beside it first, so that a full disk or a signal leaves the old file whole.
+  const fs::path beside = target.string() + join(".", getpid(), ".part");
+  try {
+    write_to(beside, text, cannot);
+    if (fs::exists(is)) fs::permissions(beside, is.permissions(), ignored);
+    errno = 0;
+    if (std::rename(beside.c_str(), target.c_str()) != 0) {
+      throw Failure(cannot());
+    }
+  } catch (...) {
+    fs::remove(beside, ignored);
+    throw;
+  }
 }
 
 }  // namespace
