@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -122,6 +124,10 @@ std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
 }
 
 at::Tensor layout_tensor(const AttentionLayout& layout) {
+  // A constant also where torch.func would wrap what is made.
+  const c10::impl::ExcludeDispatchKeyGuard outside(
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                           c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   const std::vector<int64_t> code = layout.encode();
   return at::tensor(code, at::TensorOptions(at::kLong));
 }

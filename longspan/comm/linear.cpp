@@ -36,6 +36,8 @@ class Linear : public torch::autograd::Function<Linear> {
 }  // namespace
 
 at::Tensor apply_linear(const at::Tensor& x, LinearMap map, LinearMap adjoint) {
+  refuse_transforms("longspan.comm");
+  if (has_tangent(x)) refuse_forward_mode("longspan.comm");
   return Linear::apply(x, map,
                        c10::make_intrusive<Adjoint>(std::move(adjoint)));
 }

@@ -1,11 +1,14 @@
 #include "longspan/ops/checks.h"
 
 #include <ATen/ATen.h>
+#include <ATen/FuncTorchTLS.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <cmath>
 #include <sstream>
+
+#include "longspan/core/detail/check.h"
 
 namespace longspan {
 
@@ -28,6 +31,30 @@ std::string describe(const at::Tensor& tensor) {
   // The names that Python prints: Long is int64, Half is float16, ...
   const auto names = c10::getDtypeNames(tensor.scalar_type());
   return std::string(names.first) + " " + shape_of(tensor);
+}
+
+void refuse_transforms(const char* who) {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (!transforms) return;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (const std::exception&) {
+    throw std::invalid_argument(
+        join(who,
+             ": torch.func.grad, vjp, jvp and what is made of them cannot look "
+             "through it; call backward or torch.autograd.grad instead"));
+  }
+}
+
+void refuse_forward_mode(const char* who) {
+  throw std::invalid_argument(
+      join(who,
+           ": there is no forward-mode derivative (jvp, dual tensors); call "
+           "backward or torch.autograd.grad instead"));
+}
+
+bool has_tangent(const at::Tensor& t) {
+  return t.defined() && t._fw_grad(/*level=*/0).defined();
 }
 
 bool fits(const at::Scalar& value, at::ScalarType dtype) {

@@ -20,4 +20,12 @@ std::string shape_of(const at::Tensor& tensor);
 /// 0.5 in int64. Floating point may round.
 bool fits(const at::Scalar& value, at::ScalarType dtype);
 
+/// Refuses torch.func.grad, vjp and jvp by name: they cannot look through the
+/// derivatives of C++ functions. (vmap can: it calls them row by row.)
+void refuse_transforms(const char* who);
+[[noreturn]] void refuse_forward_mode(const char* who);
+
+/// Whether forward-mode differentiation carries a derivative along with it.
+bool has_tangent(const at::Tensor& t);
+
 }  // namespace longspan

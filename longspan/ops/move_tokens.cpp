@@ -211,6 +211,8 @@ class MoveFunction : public torch::autograd::Function<MoveFunction> {
 at::Tensor move_autograd(const at::Tensor& source, int64_t axis,
                          const at::Tensor& runs, c10::SymInt target_tokens,
                          const at::Scalar& fill) {
+  refuse_transforms("unshard");
+  if (has_tangent(source)) refuse_forward_mode("unshard");
   return MoveFunction::apply(source, axis, runs, std::move(target_tokens),
                              fill);
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "longspan/ops/checks.h"
 #include "longspan/ops/tensors.h"
 
 namespace longspan {
@@ -70,11 +71,18 @@ struct Casts {
 
 [[noreturn]] void refuse_second_derivative(const char* who);
 
-/// Whether an argument asks for a gradient, or has one of forward mode, which
-/// autograd refuses by itself.
+inline bool has_tangent(const OptionalTensor& t) {
+  return t && has_tangent(*t);
+}
+template <class T>
+bool has_tangent(const T& /*other*/) {
+  return false;
+}
+
+/// Whether an argument asks for a gradient, or has one of forward mode.
 inline bool asks_for_gradient(const at::Tensor& t) {
-  return t.defined() && ((at::GradMode::is_enabled() && t.requires_grad()) ||
-                         t._fw_grad(/*level=*/0).defined());
+  return t.defined() &&
+         ((at::GradMode::is_enabled() && t.requires_grad()) || has_tangent(t));
 }
 inline bool asks_for_gradient(const OptionalTensor& t) {
   return t && asks_for_gradient(*t);
@@ -197,6 +205,8 @@ class Operator<Op, std::tuple<T&...>> {
     if constexpr (requires { Op::kDerivativeOf; }) {
       refuse_second_derivative(Op::kDerivativeOf);
     } else if constexpr (requires(const Op& op) { op.gradients({}, {}); }) {
+      refuse_transforms(name().c_str());
+      if ((has_tangent(a) || ...)) refuse_forward_mode(name().c_str());
       return results_of<Result>(Node::apply(a...));
     } else {
       return below_autograd(a...);

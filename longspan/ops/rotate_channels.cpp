@@ -118,6 +118,8 @@ at::Tensor rotate_autograd(const at::Tensor& x, const at::Tensor& cos,
   check(!at::GradMode::is_enabled() ||
             !(cos.requires_grad() || sin.requires_grad()),
         kWho, ": `cos` and `sin` carry no gradient; detach them");
+  refuse_transforms(kWho);
+  if (has_tangent(x)) refuse_forward_mode(kWho);
   return RotateFunction::apply(x, cos, sin, first, interleaved, inverse);
 }
 
