@@ -35,6 +35,8 @@ if(SKBUILD)
   set_target_properties(longspan_python PROPERTIES
     INSTALL_RPATH "${module_rpath}")
   install(TARGETS longspan_python LIBRARY DESTINATION .)
+  install(FILES ${PROJECT_BINARY_DIR}/python/longspan/_built_with.py
+    DESTINATION .)
   return()
 endif()
 

@@ -9,6 +9,10 @@ plain answers to compare with.
 
 import torch as _torch  # noqa: F401  (its libraries must be loaded first)
 
+from longspan import _torch_version  # noqa: F401  (refuses another torch)
+
+# isort: split
+
 from longspan import comm, dsa, testing, values
 from longspan._attention import AttentionLayout, attend, plan
 from longspan._batch import shard, unshard

@@ -2,10 +2,14 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
+
+import longspan
 
 SITE = pathlib.Path(__file__).parents[2] / "build" / "wheel" / "site"
 
@@ -42,3 +46,31 @@ def test_its_command_line_draws() -> None:
         pytest.skip("built without the command line")
     assert done.returncode == 0, done.stderr
     assert "rank 1" in done.stdout
+
+
+def test_its_contents_are_these() -> None:
+    """The package as it lies in the tree, the libraries once, the program, and what
+    describes them; nothing of tests, builds or benchmarks. Folders inside of the package
+    are listed by their own tests."""
+    source = SITE.parents[2] / "python" / "longspan"
+    (wheel,) = (SITE.parent / "dist").glob("*.whl")
+    found = {
+        re.sub(r"\.cpython-\d+-[\w-]+\.so$", ".so", name)
+        for name in zipfile.ZipFile(wheel).namelist()
+        if re.match(r"longspan/([^/]+|bin/.*|lib/.*)$", name) or not name.startswith("longspan/")
+    }
+    expected = {"longspan/_built_with.py", "longspan/_C.so"}
+    expected |= {f"longspan/{path.name}" for path in source.iterdir() if path.is_file()}
+    expected |= {f"longspan/lib/liblongspan_{name}.so" for name in ("core", "kernels", "torch")}
+    facts = f"longspan-{longspan.__version__}.dist-info"
+    expected |= {
+        f"{facts}/{name}"
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    }
+    # The command line is built where its two libraries are.
+    assert found - {"longspan/bin/longspan"} == expected
+
+
+def test_it_says_what_it_was_built_with() -> None:
+    done = run("-c", "import torch\ntorch.__version__ = '2.99.1'\nimport longspan\n")
+    assert "ImportError: longspan: built with torch " in done.stderr

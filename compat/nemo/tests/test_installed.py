@@ -2,8 +2,10 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -28,6 +30,22 @@ def test_the_wheel_has_it():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="no wheel was built here")
+def test_the_wheel_has_all_of_it_and_no_more():
+    (wheel,) = (SITE.parent / "dist").glob("*.whl")
+    names = [
+        re.sub(r"\.cpython-.*\.so$", ".so", name) for name in zipfile.ZipFile(wheel).namelist()
+    ]
+    found = {name for name in names if name.startswith("longspan/compat/")}
+    source = ROOT / "compat" / "nemo" / "python"
+    expected = {"longspan/compat/nemo/_nemo.so"} | {
+        f"longspan/compat/nemo/{path.relative_to(source)}"
+        for path in source.rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    assert found == expected
 
 
 def test_nothing_else_knows_it():
