@@ -130,7 +130,7 @@ class Ownership {
 
 /// What functions that look at the ranges of every rank agree to: some hundred
 /// megabytes and a second.
-inline constexpr int64_t kMostListedRanges = int64_t{1} << 23;
+inline constexpr int64_t kMostListedRanges = int64_t{1} << 22;
 
 /// Throws where an ownership has more; `who` is named in the error.
 void check_listable(const char* who, const Ownership& ownership);

@@ -46,6 +46,7 @@ std::vector<OwnedTile> tiles_of(const Mask& mask, const Ownership& ownership,
       mask.keys() == ownership.tokens() && mask.queries() == ownership.tokens(),
       "tiles_of: a mask of ", mask.queries(), " queries and ", mask.keys(),
       " keys over an ownership of ", ownership.tokens(), " tokens");
+  check_listable("tiles_of", ownership);
   std::vector<OwnedTile> visible;
   for (TokenRange query : ownership.ranges_of(rank)) {
     const TokenRange reach = mask.reach(query);

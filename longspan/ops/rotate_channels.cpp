@@ -42,7 +42,7 @@ c10::SymInt check_rotate(const at::Tensor& x, const at::Tensor& cos,
         describe(cos), " but `sin` ", describe(sin), "; the pairs differ");
   const c10::SymInt begin =
       first < 0 ? x.sym_size(-1) + first : c10::SymInt(first);
-  check(begin >= 0 && begin + cos.sym_size(-1) * 2 <= x.sym_size(-1), kWho,
+  check(begin >= 0 && begin <= x.sym_size(-1) - cos.sym_size(-1) * 2, kWho,
         ": ", cos.sym_size(-1), " pairs from channel ", first,
         " on do not fit the ", x.sym_size(-1), " channels of `x`");
   return begin;

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <optional>
 
 #include "longspan/core/detail/check.h"
@@ -43,6 +44,15 @@ at::Tensor lists_of(const at::Tensor& queries, c10::SymInt keys,
   check(keys >= 0 && window >= 0 && pools >= 0, who, ": ", keys,
         " keys, a window of ", window, " and ", pools,
         " pools; expected 0 or more");
+  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
+  check(keys <= kMostKeys && window <= kMostKeys && pools <= kMostKeys, who,
+        ": ", keys, " keys, a window of ", window, " and ", pools,
+        " pools; keys are counted in 32 bits");
+  // Each query gets them all, used or not.
+  constexpr int64_t kMostSlots = int64_t{1} << 22;
+  check(keys.min(window) <= kMostSlots && (chosen || pools <= kMostSlots), who,
+        ": a window of ", window, " of ", keys, " keys and ", pools,
+        " pools for each query; lists have at most ", kMostSlots, " of each");
   const at::Tensor query = queries.unsqueeze(-1);
   const at::Tensor key = counting(keys.min(window), queries) +
                          (query - at::Scalar(window) + 1).clamp_min(0);

@@ -42,6 +42,14 @@ void bind_attention(py::module_& m) {
          std::optional<int> rank) {
         check((ownership == nullptr) == !rank.has_value(),
               "key_windows: give an ownership and a rank, or neither");
+        const int64_t entries =
+            ownership ? ownership->local_tokens(*rank) : mask.queries();
+        check(entries <= kMostEntries, "key_windows: an array of ", entries,
+              " tokens; at most ", kMostEntries, " are written out");
+        check(ownership == nullptr || ownership->tokens() == mask.queries(),
+              "key_windows: a mask of ", mask.queries(),
+              " queries over an ownership of ",
+              ownership ? ownership->tokens() : 0, " tokens");
         const KeyWindows windows =
             ownership ? key_windows(mask, ownership->ranges_of(*rank))
                       : key_windows(mask);
@@ -49,7 +57,13 @@ void bind_attention(py::module_& m) {
       },
       py::arg("mask"), py::arg("ownership") = py::none(),
       py::arg("rank") = py::none(), NoGil());
-  m.def("needed_table", &needed_table, py::arg("mask"), py::arg("ownership"));
+  m.def(
+      "needed_table",
+      [](const Mask& mask, const Ownership& ownership) {
+        check_listable("needed_table", ownership);
+        return needed_table(mask, ownership);
+      },
+      py::arg("mask"), py::arg("ownership"));
   py::class_<KernelLevel>(m, "KernelLevel")
       .def_property_readonly(
           "name",

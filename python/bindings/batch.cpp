@@ -13,6 +13,7 @@
 #include "longspan/core/detail/check.h"
 #include "longspan/ops/move_tokens.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/refusals.h"
 #include "python/bindings/scalar.h"
 
 namespace py = pybind11;
@@ -52,7 +53,7 @@ void bind_table(py::module_& m) {
              const py::object& fill) {
             TokenTensor row{.key = std::move(key), .axis = axis, .fill = {}};
             if (py::isinstance<py::str>(fill)) {
-              check(fill.cast<std::string>() == "counting",
+              check(fill.equal(py::str("counting")),
                     "TokenTable: fill is a number or 'counting'");
               row.fill = Fill::counting();
             } else {
@@ -113,7 +114,7 @@ void bind_cut(py::module_& m) {
       .def_property_readonly("local_tokens", &Cut::local_tokens)
       .def_property_readonly("axis", &Cut::axis)
       .def("global_tokens", &Cut::global_tokens)
-      .def(py::pickle(&cut_state, &cut_from))
+      .def(py::pickle(&cut_state, from_state("Cut", &cut_from)))
       .def("__repr__", &Cut::to_string);
 }
 
@@ -237,21 +238,36 @@ void bind_batches(py::module_& m) {
       py::arg("fill") = 0, py::arg("axis") = py::none());
 }
 
+void check_entries(const char* who, int64_t tokens) {
+  check(tokens <= kMostEntries, who, ": an array of ", tokens,
+        " tokens; at most ", kMostEntries, " are written out");
+}
+
 void bind_derived(py::module_& m) {
-  m.def("padding_mask", py::overload_cast<const Packing&>(&padding_mask),
+  const auto add = [&](const char* name,
+                       at::Tensor (*written)(const Packing&)) {
+    m.def(
+        name,
+        [=](const Packing& packing) {
+          check_entries(name, packing.tokens());
+          return written(packing);
+        },
         py::arg("packing"));
-  m.def("position_ids", py::overload_cast<const Packing&>(&position_ids),
-        py::arg("packing"));
-  m.def("document_ids", py::overload_cast<const Packing&>(&document_ids),
-        py::arg("packing"));
+  };
+  add("padding_mask", &padding_mask);
+  add("position_ids", &position_ids);
+  add("document_ids", &document_ids);
   m.def("cumulative_lengths", &cumulative_lengths, py::arg("packing"));
   m.def("cumulative_padded_lengths", &cumulative_padded_lengths,
         py::arg("packing"));
   // A method of Ownership that needs tensors, so it is added here.
   const py::object ownership = m.attr("Ownership");
-  ownership.attr("tokens_of") =
-      py::cpp_function(&token_indices, py::name("tokens_of"),
-                       py::is_method(ownership), py::arg("rank"));
+  ownership.attr("tokens_of") = py::cpp_function(
+      [](const Ownership& owners, int rank) {
+        check_entries("Ownership.tokens_of", owners.local_tokens(rank));
+        return token_indices(owners, rank);
+      },
+      py::name("tokens_of"), py::is_method(ownership), py::arg("rank"));
 }
 
 }  // namespace

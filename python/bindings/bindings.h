@@ -2,7 +2,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+
 namespace longspan::python {
+
+/// One entry a token: more than this is a slip, not an array.
+inline constexpr int64_t kMostEntries = int64_t{1} << 31;
 
 /// One for each folder of the library.
 void bind_core(pybind11::module_& m);

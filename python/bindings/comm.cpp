@@ -99,8 +99,15 @@ void bind_comm(py::module_& m) {
       },
       py::arg("bytes"));
 
-  m.def("received_ranges", &received_ranges, py::arg("table"),
-        py::arg("ownership"), py::arg("rank"));
+  m.def(
+      "received_ranges",
+      [](const at::Tensor& table, const Ownership& ownership, int rank) {
+        check(!table.is_nested() && table.layout() == at::kStrided,
+              "received_ranges: `table` is no dense tensor; expected that of ",
+              "needed_table");
+        return received_ranges(table, ownership, rank);
+      },
+      py::arg("table"), py::arg("ownership"), py::arg("rank"));
   m.def("received_tokens", &received_tokens, py::arg("table"), py::arg("rank"));
 }
 

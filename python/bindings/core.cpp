@@ -14,6 +14,7 @@
 #include "longspan/core/tile.h"
 #include "longspan/core/work.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/refusals.h"
 
 namespace py = pybind11;
 
@@ -28,20 +29,23 @@ OwnershipKind kind_named(const std::string& name) {
   return *kind;
 }
 
+TokenRange range_of(int64_t begin, int64_t end) {
+  check(begin <= end, "TokenRange: [", begin, ", ", end,
+        ") ends before it begins");
+  int64_t size = 0;
+  check(!__builtin_sub_overflow(end, begin, &size), "TokenRange: [", begin,
+        ", ", end, ") holds more tokens than 64 bits count");
+  return {begin, end};
+}
+
 void bind_range(py::module_& m) {
   py::class_<TokenRange>(m, "TokenRange",
                          "A half-open run [begin, end) of token indices.")
-      .def(py::init([](int64_t begin, int64_t end) {
-             check(begin <= end, "TokenRange: [", begin, ", ", end,
-                   ") ends before it begins");
-             return TokenRange{begin, end};
-           }),
-           py::arg("begin"), py::arg("end"))
+      .def(py::init(&range_of), py::arg("begin"), py::arg("end"))
       .def(py::init([](const std::pair<int64_t, int64_t>& bounds) {
-        check(bounds.first <= bounds.second, "TokenRange: [", bounds.first,
-              ", ", bounds.second, ") ends before it begins");
-        return TokenRange{bounds.first, bounds.second};
-      }))
+             return range_of(bounds.first, bounds.second);
+           }),
+           py::arg("bounds"))
       .def_readonly("begin", &TokenRange::begin)
       .def_readonly("end", &TokenRange::end)
       .def("__len__", &TokenRange::size)
@@ -62,10 +66,11 @@ void bind_range(py::module_& m) {
           [](TokenRange range) {
             return py::make_tuple(range.begin, range.end);
           },
-          [](const py::tuple& state) {
-            return TokenRange{state[0].cast<int64_t>(),
-                              state[1].cast<int64_t>()};
-          }))
+          from_state("TokenRange",
+                     [](const py::tuple& state) {
+                       return range_of(state[0].cast<int64_t>(),
+                                       state[1].cast<int64_t>());
+                     })))
       .def("__repr__", [](TokenRange range) { return join(range); });
   py::implicitly_convertible<std::pair<int64_t, int64_t>, TokenRange>();
 }
@@ -138,11 +143,12 @@ void bind_packing(py::module_& m) {
                 std::vector<int64_t>(lengths.begin(), lengths.end()), slots,
                 packing.tokens());
           },
-          [](const py::tuple& state) {
-            return Packing::of(state[0].cast<std::vector<int64_t>>(),
-                               state[1].cast<std::vector<int64_t>>(),
-                               state[2].cast<int64_t>());
-          }))
+          from_state("Packing",
+                     [](const py::tuple& state) {
+                       return Packing::of(state[0].cast<std::vector<int64_t>>(),
+                                          state[1].cast<std::vector<int64_t>>(),
+                                          state[2].cast<int64_t>());
+                     })))
       .def("__repr__", &Packing::to_string);
 }
 
@@ -202,7 +208,8 @@ void bind_ownership(py::module_& m) {
            py::arg("local"))
       .def("ranges_of", &Ownership::ranges_of, py::arg("rank"))
       .def(py::self == py::self)
-      .def(py::pickle(&ownership_state, &ownership_from))
+      .def(py::pickle(&ownership_state,
+                      from_state("Ownership", &ownership_from)))
       .def("__repr__", &Ownership::to_string);
 }
 
@@ -292,22 +299,24 @@ void bind_mask(py::module_& m) {
                 mask.ratio(), mask.hidden(), mask.groups(),
                 mask.pad_queries() == PadQueries::see_document);
           },
-          [](const py::tuple& state) {
-            const auto packing = state[0].cast<Packing>();
-            const auto ratio = state[3].cast<int64_t>();
-            Mask mask = ratio > 0
-                            ? Mask::compressed(packing, ratio)
-                            : Mask::banded(packing, {state[1].cast<int64_t>(),
+          from_state("Mask",
+                     [](const py::tuple& state) {
+                       const auto packing = state[0].cast<Packing>();
+                       const auto ratio = state[3].cast<int64_t>();
+                       Mask mask =
+                           ratio > 0 ? Mask::compressed(packing, ratio)
+                                     : Mask::banded(packing,
+                                                    {state[1].cast<int64_t>(),
                                                      state[2].cast<int64_t>()});
-            using Ranges = std::vector<TokenRange>;
-            if (ratio == 0) {
-              mask = mask.with_hidden(state[4].cast<Ranges>())
-                         .with_groups(state[5].cast<Ranges>());
-            }
-            return mask.with_pad_queries(state[6].cast<bool>()
-                                             ? PadQueries::see_document
-                                             : PadQueries::see_nothing);
-          }))
+                       using Ranges = std::vector<TokenRange>;
+                       if (ratio == 0) {
+                         mask = mask.with_hidden(state[4].cast<Ranges>())
+                                    .with_groups(state[5].cast<Ranges>());
+                       }
+                       return mask.with_pad_queries(
+                           state[6].cast<bool>() ? PadQueries::see_document
+                                                 : PadQueries::see_nothing);
+                     })))
       .def("__repr__", &Mask::to_string);
 }
 
@@ -326,6 +335,10 @@ void bind_work(py::module_& m) {
   m.def(
       "tiles",
       [](const Mask& mask, const Ownership& ownership, int rank, int owner) {
+        check(mask.keys() == ownership.tokens() &&
+                  mask.queries() == ownership.tokens(),
+              "tiles: a mask of ", mask.queries(), " queries and ", mask.keys(),
+              " keys over an ownership of ", ownership.tokens(), " tokens");
         std::vector<std::tuple<TokenRange, TokenRange, std::string>> list;
         for (const Tile& tile : tiles(mask, ownership, rank, owner)) {
           list.emplace_back(tile.queries, tile.keys, name_of(tile.coverage));

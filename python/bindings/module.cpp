@@ -1,4 +1,5 @@
 #include "python/bindings/bindings.h"
+#include "python/bindings/refusals.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Longspan's C++ values and functions.";
@@ -10,4 +11,5 @@ PYBIND11_MODULE(_C, m) {
   longspan::python::bind_comm(m);
   longspan::python::bind_attention(m);
   longspan::python::bind_selected(m);
+  longspan::python::name_refusals(m);
 }

@@ -15,16 +15,19 @@ namespace longspan::python {
 inline at::Scalar scalar_of(const pybind11::handle& value, const char* who) {
   if (pybind11::isinstance<pybind11::bool_>(value)) return value.cast<bool>();
   if (pybind11::isinstance<pybind11::int_>(value)) {
-    const int64_t number = PyLong_AsLongLong(value.ptr());
-    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    int overflow = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    check(overflow == 0, who, ": ", pybind11::str(value).cast<std::string>(),
+          " does not fit 64 bits");
     return number;
   }
   if (pybind11::isinstance<pybind11::float_>(value))
     return value.cast<double>();
   throw std::invalid_argument(
-      join(who, ": expected a number, got ",
+      join(who, ": `fill` is ",
            pybind11::str(pybind11::type::handle_of(value).attr("__name__"))
-               .cast<std::string>()));
+               .cast<std::string>(),
+           "; expected a number"));
 }
 
 }  // namespace longspan::python

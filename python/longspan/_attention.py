@@ -10,6 +10,17 @@ import torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from longspan import _C
+from longspan._arguments import (
+    as_text,
+    check_flags,
+    check_number,
+    check_optional_tensors,
+    check_tensors,
+    check_whole,
+    is_dense,
+    said,
+    wrong,
+)
 from longspan._group import ranks_of
 from longspan._local_batch import LocalBatch
 from longspan._strategy import Strategy, operator_arguments
@@ -42,10 +53,7 @@ class AttentionLayout:
             if mask is None:
                 mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
         else:
-            raise TypeError(
-                "AttentionLayout: expected an Ownership or what shard returned, "
-                f"got {type(owners).__name__}"
-            )
+            raise wrong("AttentionLayout", "owners", owners, "an Ownership, or what shard returned")
         self.tensor = _C.attention_layout(ownership, masks_of("AttentionLayout", mask))
 
     @staticmethod
@@ -57,18 +65,25 @@ class AttentionLayout:
 
     @property
     def ownership(self) -> _C.Ownership:
-        return _C.attention_layout_values(self.tensor)[0]
+        return self._values()[0]
 
     @property
     def masks(self) -> list[_C.Mask]:
         """One for all rows, or one for each."""
-        return _C.attention_layout_values(self.tensor)[1]
+        return self._values()[1]
+
+    def _values(self) -> tuple[_C.Ownership, list[_C.Mask]]:
+        check_tensors("AttentionLayout", tensor=self.tensor)
+        if self.tensor.dtype != torch.int64:
+            raise wrong("AttentionLayout", "tensor", self.tensor, "the int64 tensor of one")
+        return _C.attention_layout_values(self.tensor)
 
     def __repr__(self) -> str:
         try:
             return f"AttentionLayout({self.ownership}, {self.masks})"
-        except (RuntimeError, ValueError):  # traced, or no tensor of ours
-            return f"AttentionLayout({tuple(self.tensor.shape)})"
+        except (RuntimeError, ValueError, TypeError):  # traced, or no tensor of ours
+            what = tuple(self.tensor.shape) if is_dense(self.tensor) else said(self.tensor)
+            return f"AttentionLayout({what})"
 
 
 # So that torch.export and torch.func see the tensor inside.
@@ -85,12 +100,15 @@ def masks_of(who: str, mask: _C.Mask | Sequence[_C.Mask] | None) -> list[_C.Mask
     """One mask, or one a row, as a list; None is an empty one."""
     if mask is None:
         return []
-    if not isinstance(mask, (_C.Mask, Iterable)):
-        raise TypeError(f"{who}: mask is a {type(mask).__name__}; expected a Mask, or one a row")
-    masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
+    if not isinstance(mask, (_C.Mask, Iterable)) or isinstance(mask, torch.Tensor):
+        raise wrong(who, "mask", mask, "a Mask, or one a row")
+    try:
+        masks = [mask] if isinstance(mask, _C.Mask) else list(mask)
+    except TypeError:  # arrays without axes call themselves iterable
+        raise wrong(who, "mask", mask, "a Mask, or one a row") from None
     for one in masks:
         if not isinstance(one, _C.Mask):
-            raise TypeError(f"{who}: a mask is a {type(one).__name__}, not a Mask")
+            raise TypeError(f"{who}: `mask` holds {said(one)}; expected a Mask, or one a row")
     return masks
 
 
@@ -98,16 +116,14 @@ def layout_named(who: str, layout: Any) -> _C.NamedLayout:
     """What the name of a layout stands for; a TypeError where it is none and no
     `Ownership`, which callers have looked for."""
     if not isinstance(layout, str):
-        raise TypeError(
-            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
-        )
-    return _C.layout_named(who, layout)
+        raise wrong(who, "layout", layout, "the name of a layout, or an Ownership")
+    return _C.layout_named(who, as_text(layout))
 
 
 def check_ownership(who: str, ownership: Any) -> None:
     """For functions that take no names, since nothing tells them of tokens and ranks."""
     if not isinstance(ownership, _C.Ownership):
-        raise TypeError(f"{who}: expected an Ownership, got {type(ownership).__name__}")
+        raise wrong(who, "ownership", ownership, "an Ownership")
 
 
 def ownership_of(
@@ -141,9 +157,9 @@ def ownership_of(
 def attention_tensor(who: str, attention: AttentionLayout) -> torch.Tensor:
     """What operators take for `attention`."""
     if not isinstance(attention, AttentionLayout):
-        raise TypeError(
-            f"{who}: attention is a {type(attention).__name__}; expected an AttentionLayout"
-        )
+        raise wrong(who, "attention", attention, "an AttentionLayout")
+    if not isinstance(attention.tensor, torch.Tensor):
+        raise wrong(who, "attention.tensor", attention.tensor, "a tensor")
     return attention.tensor
 
 
@@ -177,6 +193,13 @@ def attend(
     over the group is the full gradient. A query that sees no key gets 0.
     """
     ranks = ranks_of(group)
+    check_tensors("attend", q=q, k=k, v=v)
+    check_optional_tensors("attend", sink=sink)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            check_number("attend", name, number)
+    check_number("attend", "dropout_p", dropout_p)
+    check_flags("attend", return_lse=return_lse)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"attend: dropout_p is {dropout_p}; attention over ranks has no dropout, "
@@ -189,7 +212,7 @@ def attend(
         attention = AttentionLayout(ownership_of("attend", layout, mask, ranks.size(), here), mask)
     elif mask is not None or layout is not None:
         raise ValueError("attend: `attention` already holds mask and owners; leave them out")
-    name, head_ranks = operator_arguments(strategy)
+    named, head_ranks = operator_arguments(strategy)
     out, lse = torch.ops.longspan.attend(
         q,
         k,
@@ -198,7 +221,7 @@ def attend(
         attention_tensor("attend", attention),
         1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale,
         0.0 if softcap is None else softcap,
-        name,
+        named,
         head_ranks,
         ranks.name,
     )
@@ -219,4 +242,7 @@ def plan(
     if mask is None:
         mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
     masks = masks_of("plan", mask)
+    check_whole("plan", "rank", rank, 0, 2**31 - 1)
+    check_whole("plan", "key_heads", key_heads, 1)
+    check_whole("plan", "rows", rows, 0)
     return _C.Plan.of(ownership, masks, Strategy.of(strategy), rank, key_heads, rows)

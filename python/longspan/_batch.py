@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
 from longspan import _C, _transformers
 from longspan._agreement import Agreement
+from longspan._arguments import (
+    as_text,
+    check_choice,
+    check_flags,
+    check_kind,
+    check_whole,
+    is_dense,
+    said,
+    speaking_as,
+    wrong,
+)
 from longspan._group import Group
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
@@ -21,6 +32,11 @@ _SENTINEL = -1000
 _FOR_FLASH = ("max_length_q", "max_length_k")
 _LENGTHS_AND_MASKS = ("seq_lens", "seq_lens_padded", "attention_mask", "cu_seqlens")
 
+
+_FORMS = ("rows", "stream")
+#: More are a slip in a number, not a batch.
+_MOST_PADS = 1 << 24
+_OF_EVERY_RANK = "or a list with the tensor of every rank"
 
 #: What shard itself writes beside the tensors of the batch.
 _ADDED = ("position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -36,7 +52,8 @@ def pack(
 ) -> _C.PackedBatch:
     """Lays the documents of all rows end to end (``form="stream"``) or leaves
     rows as they are (``form="rows"``). Nothing is copied yet."""
-    rows, _ = Reading(table, sentinel, pass_through).rows_of(batch)
+    check_choice("pack", "form", form, _FORMS)
+    rows, _ = Reading(table, sentinel, pass_through, who="pack").rows_of(batch)
     return _C.pack(rows, form)
 
 
@@ -53,7 +70,11 @@ def pad(
     without a layout, every document to a multiple of `slots` and the whole to one of
     `multiple`."""
     if not isinstance(packed, _C.PackedBatch):
-        raise TypeError(f"pad: expected what pack returned, got {type(packed).__name__}")
+        raise wrong("pad", "packed", packed, "what pack returned")
+    check_whole("pad", "multiple", multiple)
+    check_whole("pad", "slots", slots)
+    if ranks is not None:
+        check_whole("pad", "ranks", ranks, 1, 2**31 - 1)
     if layout is None:
         if ranks is not None:
             raise ValueError("pad: `ranks` goes with `layout`; name the layout")
@@ -115,8 +136,9 @@ def shard(
     The batch is not changed, and every per-token tensor in the result is new.
     """
     state = None
+    check_flags("shard", shift_labels=shift_labels, check_agreement=check_agreement)
     if model is None:
-        place = Place.of(group, rank, ranks)
+        place = Place.of("shard", group, rank, ranks)
     else:
         if rank is not None or ranks is not None or shift_labels:
             raise ValueError(
@@ -151,13 +173,18 @@ def shard_chunks(
     check_agreement: bool = True,
 ) -> list[LocalBatch]:
     """The rows in equal chunks (micro-batches of a pipeline), each sharded."""
-    place = Place.of(group, rank, ranks)
-    with Agreement("shard_chunks", place.group, check_agreement) as agreement:
-        reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
+    who = "shard_chunks"
+    check_flags(who, shift_labels=shift_labels, check_agreement=check_agreement)
+    place = Place.of(who, group, rank, ranks)
+    with Agreement(who, place.group, check_agreement) as agreement:
+        check_whole(who, "num_chunks", num_chunks)
+        reading = Reading(table, sentinel, pass_through, shift_labels, ahead, who)
         rows, others = reading.rows_of(batch)
+        with speaking_as(who, "chunks"):
+            parts = _C.chunks(rows, num_chunks)
         return [
-            _cut(batch, part, others, place, agreement, layout, form, multiple, {})
-            for part in _C.chunks(rows, num_chunks)
+            _cut(who, batch, part, others, place, agreement, layout, form, multiple, {})
+            for part in parts
         ]
 
 
@@ -181,19 +208,26 @@ def unshard(
     cut = local.cut if isinstance(local, LocalBatch) else local
     if not isinstance(cut, _C.Cut):
         raise TypeError(
-            f"unshard: expected the dictionary that shard returned, or its cut; "
-            f"got {type(local).__name__}"
+            f"unshard: expected the dictionary that shard returned, or its cut; got {said(local)}"
         )
     over = None if group is None else Group.of(group)
     if over is None and isinstance(local, LocalBatch):
         over = local.group
     if isinstance(local, LocalBatch) and local.as_row:
         tensors = _without_row(tensors)
+    check_flags("unshard", trim=trim)
+    if axis is not None:
+        check_whole("unshard", "axis", axis)
     if over is not None and isinstance(tensors, torch.Tensor):
         tensors = _gathered(tensors, cut, over, axis)
     shards = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    if not isinstance(shards, Sequence) or not all(isinstance(t, torch.Tensor) for t in shards):
-        raise TypeError("unshard: expected a tensor, or a list with the tensor of every rank")
+    if not isinstance(shards, Sequence):
+        raise wrong("unshard", "tensors", shards, f"a tensor, {_OF_EVERY_RANK}")
+    for one in shards:
+        if not is_dense(one):
+            raise TypeError(
+                f"unshard: `tensors` holds {said(one)}; expected a tensor, {_OF_EVERY_RANK}"
+            )
     if not shards:
         raise ValueError("unshard: no tensors; give one for each rank")
     return _C.unshard(shards, cut, trim, fill, axis)
@@ -204,6 +238,8 @@ def _without_row(
 ) -> torch.Tensor | list[torch.Tensor]:
     """The stream of every tensor, out of the one row it was given."""
     if not isinstance(tensors, torch.Tensor):
+        if not isinstance(tensors, Sequence) or isinstance(tensors, str):
+            raise wrong("unshard", "tensors", tensors, f"a tensor, {_OF_EVERY_RANK}")
         return [_without_row(tensor) for tensor in tensors]  # type: ignore[misc]
     if tensors.dim() == 0 or tensors.shape[0] != 1:
         raise ValueError(
@@ -236,26 +272,31 @@ class Place(NamedTuple):
     group: Group | None
 
     @staticmethod
-    def of(group: Any, rank: int | None, ranks: int | None) -> Place:
-        """What callers of `shard` say about it."""
+    def of(who: str, group: Any, rank: int | None, ranks: int | None) -> Place:
+        """What callers of `who` say about it."""
         if group is not None:
             if rank is not None or ranks is not None:
-                raise ValueError("shard: give a group, or rank and ranks, not both")
+                raise ValueError(f"{who}: give a group, or rank and ranks, not both")
             if _only_counts(group):
-                return Place(group.rank(), group.size(), None)
+                return Place(group.rank(), group.size(), None).checked(who)
             try:
                 return Place.in_group(Group.of(group))
             except TypeError:
                 raise TypeError(
-                    f"shard: a group is a process group, a DeviceMesh, a name, or answers rank() "
-                    f"and size(); got {type(group).__name__}"
+                    f"{who}: a group is a process group, a DeviceMesh, a name, or answers rank() "
+                    f"and size(); got {said(group)}"
                 ) from None
         if (rank is None) != (ranks is None):
-            raise ValueError("shard: rank and ranks go together")
-        for name, value in (("rank", rank), ("ranks", ranks)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"shard: {name} is a {type(value).__name__}; expected an int")
-        return Place(0, 1, None) if rank is None or ranks is None else Place(rank, ranks, None)
+            raise ValueError(f"{who}: rank and ranks go together")
+        if rank is None or ranks is None:
+            return Place(0, 1, None)
+        return Place(rank, ranks, None).checked(who)
+
+    def checked(self, who: str) -> Place:
+        """The same, where rank and ranks are what they should be."""
+        check_whole(who, "ranks", self.ranks, 1, 2**31 - 1)
+        check_whole(who, "rank", self.rank, 0, self.ranks - 1)
+        return self
 
     @staticmethod
     def in_group(group: Group) -> Place:
@@ -278,14 +319,27 @@ class Reading:
     pass_through: Sequence[str] = ()
     shift_labels: bool = False
     ahead: Mapping[str, tuple[str, int]] | None = None
+    who: str = "shard"
 
     def rows_of(self, batch: Mapping[str, Any]) -> tuple[_C.RowBatch, dict[str, Any]]:
         """The tensors as rows, shifted where that was asked for, and the entries that are
         not tensors."""
         if not isinstance(batch, Mapping):
-            raise TypeError(f"shard: expected a batch as a mapping, got {type(batch).__name__}")
+            raise TypeError(f"{self.who}: expected a batch as a mapping, got {said(batch)}")
+        for key in batch:
+            if not isinstance(key, str):
+                raise TypeError(f"{self.who}: `batch` has the key {key!r}; expected names")
         if isinstance(self.pass_through, str):
-            raise TypeError(f"shard: pass_through is a list of keys; write ['{self.pass_through}']")
+            raise TypeError(
+                f"{self.who}: pass_through is a list of keys; write ['{self.pass_through}']"
+            )
+        if not isinstance(self.pass_through, (Sequence, Set)) or not all(
+            isinstance(key, str) for key in self.pass_through
+        ):
+            raise wrong(self.who, "pass_through", self.pass_through, "a list of keys")
+        if self.table is not None:
+            check_kind(self.who, "table", self.table, _C.TokenTable, "a TokenTable")
+        check_whole(self.who, "sentinel", self.sentinel)
         tensors = [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
         others = {
             key: value
@@ -293,23 +347,27 @@ class Reading:
             if not isinstance(value, torch.Tensor) and value is not None and key not in _FOR_FLASH
         }
         table = _C.TokenTable() if self.table is None else self.table
-        _check_tensors(others, table, self.pass_through)
-        rows = _C.read_rows(tensors, table, self.sentinel, list(self.pass_through))
-        return self._shifted(rows), others
+        for key, tensor in tensors:
+            if not is_dense(tensor):
+                raise wrong(self.who, key, tensor, "a dense tensor")
+        _check_tensors(self.who, others, table, self.pass_through)
+        with speaking_as(self.who, "read_rows", "shift_left"):
+            rows = _C.read_rows(tensors, table, self.sentinel, list(self.pass_through))
+            return self._shifted(rows), others
 
     def _shifted(self, rows: _C.RowBatch) -> _C.RowBatch:
         if self.shift_labels:
             rows = _C.shift_left(rows, "labels", "labels")
         if self.ahead is not None and not isinstance(self.ahead, Mapping):
-            raise TypeError(
-                f"shard: ahead is a {type(self.ahead).__name__}; expected a mapping from a new "
-                f"key to (key, steps)"
-            )
+            raise wrong(self.who, "ahead", self.ahead, "a mapping from a new key to (key, steps)")
         for name, what in (self.ahead or {}).items():
+            if not isinstance(name, str):
+                raise TypeError(f"{self.who}: `ahead` has the key {name!r}; expected a new name")
             if not (isinstance(what, tuple) and len(what) == 2 and isinstance(what[0], str)):
-                raise TypeError(f"shard: ahead['{name}'] is {what!r}; expected (key, steps)")
+                raise TypeError(f"{self.who}: ahead['{name}'] is {what!r}; expected (key, steps)")
+            check_whole(self.who, f"ahead['{name}'][1]", what[1])
             if name in dict(rows.tokens) or name in _ADDED:
-                raise ValueError(f"shard: ahead would replace '{name}'; choose another name")
+                raise ValueError(f"{self.who}: ahead would replace '{name}'; choose another name")
             rows = _C.shift_left(rows, what[0], name, what[1])
         return rows
 
@@ -318,7 +376,7 @@ _AS_IS = Reading()
 
 
 def _check_tensors(
-    others: Mapping[str, Any], table: _C.TokenTable, pass_through: Sequence[str]
+    who: str, others: Mapping[str, Any], table: _C.TokenTable, pass_through: Sequence[str]
 ) -> None:
     """Lists and arrays under the name of a tensor would be passed on whole."""
     if not others:
@@ -326,8 +384,8 @@ def _check_tensors(
     for key in (*_LENGTHS_AND_MASKS, *(row.key for row in table.rows)):
         if key in others and key not in pass_through:
             raise TypeError(
-                f"`{key}` is a {type(others[key]).__name__}; give it as a tensor, or name it "
-                f"in pass_through to leave it as it is"
+                f"{who}: `{key}` is {said(others[key])}; give it as a tensor, or name it in "
+                f"pass_through to leave it as it is"
             )
 
 
@@ -347,19 +405,27 @@ def share(
     if layout is None:
         layout = "head-tail" if state is None else state.layout
     if state is None:
-        return _cut(batch, rows, others, place, agreement, layout, form, multiple, {})
+        return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})
     rows, targets = with_targets(rows)
     divisor = batch.get("num_items_in_batch")
     also = {
         "strategy": state.strategy,
-        "num_items_in_batch": None if divisor is None else float(divisor),
+        "num_items_in_batch": None if divisor is None else _divisor(reading.who, divisor),
     }
-    local = _cut(batch, rows, others, place, agreement, layout, form, multiple, also)
+    local = _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, also)
     add_attention(local, dict(rows.tokens).keys(), targets, state)
     return local
 
 
+def _divisor(who: str, given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong(who, "num_items_in_batch", given, "a number") from None
+
+
 def _cut(
+    who: str,
     batch: Mapping[str, Any],
     rows: _C.RowBatch,
     others: Mapping[str, Any],
@@ -372,24 +438,34 @@ def _cut(
 ) -> LocalBatch:
     """One rank's tokens of rows that were read. `also` holds what else the ranks
     should agree on."""
+    check_whole(who, "multiple", multiple)
+    if form is not None:
+        check_choice(who, "form", form, _FORMS)
     if isinstance(layout, _C.Ownership):
         if layout.ranks != place.ranks:
             raise ValueError(
-                f"shard: the ownership has {layout.ranks} ranks, the group {place.ranks}"
+                f"{who}: the ownership has {layout.ranks} ranks, the group {place.ranks}"
             )
         if multiple != 1:
             raise ValueError(
-                f"shard: {layout} says how many tokens a rank holds; leave `multiple` out"
+                f"{who}: {layout} says how many tokens a rank holds; leave `multiple` out"
             )
         name = "rows" if form is None else form
         packed, ownership = _C.lay_out(rows, layout, name)
     else:
-        name = _named("shard", layout)
+        name = _named(who, layout)
         if form is not None:
             raise ValueError(
-                f"shard: layout '{name}' says what becomes of rows; `form` goes with an Ownership"
+                f"{who}: layout '{name}' says what becomes of rows; `form` goes with an Ownership"
             )
+        _C.layout_named(who, name)
         packed, ownership = _C.lay_out(rows, name, place.ranks, multiple)
+    loaded = rows.length if packed.form == "rows" else rows.rows * rows.length
+    if packed.tokens - loaded > _MOST_PADS:
+        raise ValueError(
+            f"{who}: {loaded} tokens would be padded to {packed.tokens} for {place.ranks} ranks; "
+            f"at most {_MOST_PADS} pads are added"
+        )
     agreement.compare(
         dict(rows.tokens)
         | {"layout": name, "ownership": ownership}
@@ -416,7 +492,5 @@ def _cut(
 
 def _named(who: str, layout: Any) -> str:
     if not isinstance(layout, str):
-        raise TypeError(
-            f"{who}: layout is a {type(layout).__name__}; expected a name or an Ownership"
-        )
-    return layout
+        raise wrong(who, "layout", layout, "the name of a layout, or an Ownership")
+    return as_text(layout)

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan._arguments import check_flags, check_number, said, wrong
 from longspan._gradients import is_dense, mark, mark_of, sparse_error, stacked, version_of
 from longspan._group import Group
 from longspan._wrappings import is_sharded, local_part, trained_parameters
+
+_PARAMETERS = "a module, a tensor, or an iterable of tensors"
 
 
 @torch.no_grad()
@@ -33,6 +36,11 @@ def clip_grad_norm(
     float32 for half types. `max_norm` inf only measures.
     """
     named = _named_gradients(model)
+    for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
+        # torch's own takes tensors of one number too.
+        if not (isinstance(number, Tensor) and number.numel() == 1):
+            check_number("clip_grad_norm", name, number)
+    check_flags("clip_grad_norm", error_if_nonfinite=error_if_nonfinite)
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm: max_norm is {max_norm}; expected 0 or more")
@@ -78,12 +86,13 @@ def _named_gradients(given: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple
         except ValueError as error:
             raise ValueError(f"clip_grad_norm: {error}") from None
     else:
+        if not isinstance(given, (Tensor, Iterable)):
+            raise wrong("clip_grad_norm", "model", given, _PARAMETERS)
         listed = [given] if isinstance(given, Tensor) else list(given)
         for one in listed:
             if not isinstance(one, Tensor):
                 raise TypeError(
-                    f"clip_grad_norm: a parameter is a {type(one).__name__}; expected a module, "
-                    "a tensor, or an iterable of tensors"
+                    f"clip_grad_norm: a parameter is {said(one)}; expected {_PARAMETERS}"
                 )
         unique = {id(p): (f"parameter {at}", p) for at, p in reversed([*enumerate(listed)])}
         named = list(reversed(unique.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longspan import _C
+from longspan._arguments import check_kind, check_whole
 from longspan._attention import check_ownership, masks_of
 from longspan._strategy import Strategy
 
@@ -21,6 +22,12 @@ def draw(
     beside the first. Print the result, show it in a notebook, or write
     ``picture.to_svg()`` to a file."""
     check_ownership("draw", ownership)
+    if mask is not None:
+        check_kind("draw", "mask", mask, _C.Mask, "a Mask")
+    if packing is not None:
+        check_kind("draw", "packing", packing, _C.Packing, "a Packing")
+    if against is not None:
+        check_kind("draw", "against", against, _C.Ownership, "an Ownership")
     if mask is not None and packing is not None:
         raise ValueError("draw: the mask already says where documents lie; leave packing out")
     if against is not None:
@@ -49,13 +56,14 @@ def draw_plan(
     check_ownership("draw_plan", ownership)
     if mask is None:
         mask = _C.Mask.causal(_C.Packing.single(ownership.tokens))
-    return _C.draw_plan(
-        ownership,
-        masks_of("draw_plan", mask),
-        Strategy.of(strategy),
-        heads,
-        heads if key_heads is None else key_heads,
-        head_dim,
-        head_dim if value_dim is None else value_dim,
-        bytes_per_element,
-    )
+    shape = {
+        "heads": heads,
+        "key_heads": heads if key_heads is None else key_heads,
+        "head_dim": head_dim,
+        "value_dim": head_dim if value_dim is None else value_dim,
+        "bytes_per_element": bytes_per_element,
+    }
+    for name, size in shape.items():
+        check_whole("draw_plan", name, size)
+    masks = masks_of("draw_plan", mask)
+    return _C.draw_plan(ownership, masks, Strategy.of(strategy), *shape.values())

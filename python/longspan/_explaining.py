@@ -10,13 +10,14 @@ import torch
 
 from longspan import _C, _transformers
 from longspan._agreement import Agreement
+from longspan._arguments import check_kind
 from longspan._attention import plan
-from longspan._batch import Place, share
+from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import check_group
-from longspan._models import AttentionLayer, Parallelized, find_state
+from longspan._models import AttentionLayer, Parallelized, check_layout, find_state
 from longspan._strategy import Strategy
 
 _TITLES: tuple[str, ...] = (
@@ -103,8 +104,12 @@ def explain(
     `strategy` and `layout`. `dtype` is what attention will compute in where a
     wrapper casts (FSDP2's policy); by default autocast's, or the parameters'.
     """
+    check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
+    if dtype is not None:
+        check_kind("explain", "dtype", dtype, torch.dtype, "a dtype of torch")
     state = find_state(model)
     if state is None:
+        check_layout("explain", layout, ranks_of(group).size())
         ranks = ranks_of(group)
         layers = _transformers.attention_layers(model, ranks.size())
         state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
@@ -114,7 +119,8 @@ def explain(
         cut = batch.cut
     else:
         nobody = Agreement("explain", None)
-        cut = share(batch, Place.in_group(state.group), nobody, state).cut
+        reading = Reading(who="explain")
+        cut = share(batch, Place.in_group(state.group), nobody, state, reading).cut
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
+from longspan._arguments import check_whole
 from longspan._group import Group, ranks_of
 from longspan._wrappings import (
     Trained,
@@ -50,8 +51,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
             f"sum_gradients: expected a module, got {type(model).__name__}; the names of "
             "its parameters and its wrappers are needed"
         )
-    if bucket_bytes < 1:
-        raise ValueError(f"sum_gradients: bucket_bytes is {bucket_bytes}; expected 1 or more")
+    check_whole("sum_gradients", "bucket_bytes", bucket_bytes, 1)
     ranks = ranks_of(group)
     trained: list[Trained] = []
     ways: list[str] = []

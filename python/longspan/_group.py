@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longspan import _C
+from longspan._arguments import check_callable, check_finite, check_kind, check_whole, wrong
 
 Result = TypeVar("Result")
 
@@ -21,6 +22,9 @@ Result = TypeVar("Result")
 LostPeer = _C.LostPeer
 
 _names = itertools.count()
+
+#: Ranks of one process; each is a thread with sockets to all others.
+_MOST_THREADS = 1024
 
 
 class Group(_C.Group):
@@ -31,11 +35,19 @@ class Group(_C.Group):
     """
 
     def __init__(self, name: str = "") -> None:
+        if not isinstance(name, str):
+            raise wrong("Group", "name", name, "the name of a process group")
         super().__init__(name)
         # Plain attributes, so that torch.compile can look through methods.
         self._name = name
         self._rank = super().rank()
         self._size = super().size()
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Only for what is missing: all of it where __new__ alone made the object.
+        if attribute in ("_name", "_rank", "_size"):
+            raise TypeError("Group: this object was made by __new__ alone; call the class")
+        raise AttributeError(f"Group: there is no attribute `{attribute}`")
 
     def rank(self) -> int:
         return self._rank
@@ -111,6 +123,7 @@ def agree(group: Any, fields: Mapping[str, Any]) -> None:
     """Checks that all ranks were given equal fields: tensors, a Packing, an
     Ownership, bytes, or anything with a stable ``repr``; ValueError on every rank
     names those that differ. Every rank must call it."""
+    check_kind("agree", "fields", fields, Mapping, "a mapping from names to values")
     _C.agree(Group.of(group), [(name, _hash(value)) for name, value in fields.items()])
 
 
@@ -129,8 +142,10 @@ def run_ranks(
     """
     # Not the run_ranks of C++: these threads can be interrupted from the keyboard,
     # and groups of torch need no headers of gloo.
-    if ranks < 1:
-        raise ValueError(f"run_ranks: {ranks} ranks; expected one or more")
+    check_whole("run_ranks", "ranks", ranks, 1, _MOST_THREADS)
+    check_callable("run_ranks", "body", body)
+    if not isinstance(timeout, timedelta):
+        check_finite("run_ranks", "timeout", timeout)
     if ranks == 1:
         return [body(Group())]
     run = _Run(ranks, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))

@@ -7,6 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from longspan import _C
+from longspan._arguments import (
+    check_choice,
+    check_number,
+    check_tensors,
+    check_whole,
+    speaking_as,
+)
 from longspan._attention import masks_of
 
 #: Operations on selected keys, and what kernels call their work.
@@ -45,10 +52,13 @@ def which_kernel(
     an indexer for "select_keys", "score_selected" and "score_selected_backward", with
     `slots`.
     """
-    if operation not in _OPERATIONS:
-        raise ValueError(
-            f"which_kernel: operation is '{operation}'; expected one of {', '.join(_OPERATIONS)}"
-        )
+    check_choice("which_kernel", "operation", operation, _OPERATIONS)
+    check_tensors("which_kernel", q=q, k=k, third=third)
+    for name, whole in (("value_dim", value_dim), ("slots", slots)):
+        if whole is not None:
+            check_whole("which_kernel", name, whole)
+    if softcap is not None:
+        check_number("which_kernel", "softcap", softcap)
     given = {"mask": mask, "softcap": softcap, "value_dim": value_dim, "slots": slots}
     taken: tuple[str, ...] = ("mask", "softcap")
     if operation in _SELECTED:
@@ -60,10 +70,12 @@ def which_kernel(
             raise ValueError(f"which_kernel: {operation} has no `{name}`; leave it out")
     if operation in _SELECTED:
         work = _SELECTED[operation]
-        return _C.which_selected_kernel(q, k, third, value_dim or 0, work)
+        with speaking_as("which_kernel", "which_selected_kernel"):
+            return _C.which_selected_kernel(q, k, third, value_dim or 0, work)
     if operation in _INDEXER:
         if slots is None:
             raise ValueError(f"which_kernel: {operation} needs `slots`, the keys of a query")
-        return _C.which_indexer_kernel(q, k, third, slots, _INDEXER[operation])
+        with speaking_as("which_kernel", "which_indexer_kernel"):
+            return _C.which_indexer_kernel(q, k, third, slots, _INDEXER[operation])
     masks = masks_of("which_kernel", mask)
     return _C.which_kernel(q, k, third, masks, 0.0 if softcap is None else softcap)

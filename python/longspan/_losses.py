@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from longspan._arguments import check_number, check_tensors, check_whole, is_whole
 from longspan._group import ranks_of
 
 
@@ -17,7 +18,13 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     every rank parameter gradients **sum** over the group to those of the mean.
     """
     ranks = ranks_of(group)
-    if not isinstance(count, torch.Tensor):
+    check_tensors("reduce_loss", sum=sum)
+    if isinstance(count, torch.Tensor):
+        check_tensors("reduce_loss", count=count)
+    else:
+        check_number("reduce_loss", "count", count)
+        if is_whole(count):
+            check_whole("reduce_loss", "count", count)
         count = torch.tensor(count, device=sum.device)
     mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)
     return mean

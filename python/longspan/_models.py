@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from longspan import _C
+from longspan._arguments import check_kind, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
 from longspan._strategy import Strategy
@@ -165,7 +166,7 @@ def parallelize(
     from longspan import _transformers
 
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"parallelize: expected a torch.nn.Module, got {type(model).__name__}")
+        raise wrong("parallelize", "model", model, "a torch.nn.Module")
     ranks = ranks_of(group)
     if isinstance(strategy, str) and strategy not in Strategy.names():
         raise ValueError(
@@ -191,6 +192,7 @@ def parallelize(
 def restore(model: Model) -> Model:
     """Undoes `parallelize`; returns the same object. What was changed in the model's
     configuration meanwhile stays changed."""
+    check_kind("restore", "model", model, torch.nn.Module, "a torch.nn.Module")
     state = find_state(model)
     if state is None:
         raise ValueError("restore: this model is not parallelized")

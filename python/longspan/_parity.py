@@ -13,6 +13,13 @@ from torch import Tensor, nn
 
 from longspan import _C
 from longspan._agreement import Agreement
+from longspan._arguments import (
+    check_callable,
+    check_kind,
+    check_number,
+    check_tensors,
+    check_whole,
+)
 from longspan._batch import Place, Reading, shard, share, unshard
 from longspan._group import Group, ranks_of
 from longspan._local_batch import KEYWORD, LocalBatch
@@ -95,6 +102,9 @@ def check_parity(
     model's. Gradients the model had before are left as they were.
     """
     ranks = ranks_of(group)
+    _check_call("check_parity", model, batch, run)
+    if tolerance is not None:
+        check_number("check_parity", "tolerance", tolerance)
     whole = _whole(model, batch, options)
     share = _share(model, batch, ranks, options)
     coarsest = max(
@@ -177,7 +187,11 @@ def leak_probe(
     how many are tried. Every rank of the group calls it with the same batch.
     """
     ranks = ranks_of(group)
+    _check_call("leak_probe", model, batch, run)
+    if documents is not None:
+        check_whole("leak_probe", "documents", documents, 0)
     key = "inputs_embeds" if batch.get("inputs_embeds") is not None else "input_ids"
+    check_tensors("leak_probe", **{key: batch.get(key)})
     inputs: Tensor = batch[key]
     ids = _document_ids(batch, options)
 
@@ -207,6 +221,12 @@ def leak_probe(
             )
             break  # one for each changed document says enough
     return leaks
+
+
+def _check_call(who: str, model: Any, batch: Any, run: Any) -> None:
+    check_kind(who, "model", model, nn.Module, "a torch.nn.Module")
+    check_kind(who, "batch", batch, Mapping, "a batch as a mapping")
+    check_callable(who, "run", run)
 
 
 def _share(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from longspan._arguments import said
 from longspan._group import ranks_of
 
 _WORD = (1 << 64) - 1
@@ -25,9 +26,7 @@ def rank_seed(seed: int, group: Any = None, *streams: int) -> int:
         try:
             word = operator.index(number)
         except TypeError:
-            raise TypeError(
-                f"rank_seed: expected whole numbers, got a {type(number).__name__}"
-            ) from None
+            raise TypeError(f"rank_seed: expected whole numbers, got {said(number)}") from None
         state = _mixed(state ^ (word & _WORD))
     return state >> 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longspan import _C
+from longspan._arguments import check_whole, wrong
 
 
 class Strategy(_C.Strategy):
@@ -17,6 +18,10 @@ class Strategy(_C.Strategy):
     """
 
     def __init__(self, name: str, head_ranks: int | None = None) -> None:
+        if not isinstance(name, str):
+            raise wrong("Strategy", "name", name, f"one of {', '.join(_C.Strategy.names())}")
+        if head_ranks is not None:
+            check_whole("Strategy", "head_ranks", head_ranks)
         super().__init__(name, head_ranks)
         # Plain attributes, so that torch.compile can look through properties.
         self._name = super().name
@@ -32,6 +37,12 @@ class Strategy(_C.Strategy):
         if isinstance(strategy, _C.Strategy):
             return Strategy(strategy.name, strategy.head_ranks)
         raise _no_strategy(strategy)
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Only for what is missing: all of it where __new__ alone made the object.
+        if attribute in ("_name", "_head_ranks"):
+            raise TypeError("Strategy: this object was made by __new__ alone; call the class")
+        raise AttributeError(f"Strategy: there is no attribute `{attribute}`")
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longspan import _C
+from longspan._arguments import check_tensors, check_whole, speaking_as, whole_numbers
 from longspan._C import needed_table, received_ranges
 from longspan._group import Group, LostPeer, agree
 from longspan._randomness import rank_seed, seeded_ranks
@@ -33,15 +34,22 @@ __all__ = [
 ]
 
 
+#: Of one rank, where a number alone says how many there are.
+_MOST_TOKENS = 1 << 28
+
+
 def all_gather_tokens(
     x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
     """The tokens of all ranks, in the order of the ranks. Backward is
     `reduce_scatter_tokens`."""
     ranks = Group.of(group)
+    check_tensors("all_gather_tokens", x=x)
+    check_whole("all_gather_tokens", "axis", axis)
+    here = whole_numbers("all_gather_tokens", "sizes", sizes)
     if ranks.size() == 1:
         return x
-    return _call("all_gather_tokens", x, axis, list(sizes), ranks.name)
+    return _call("all_gather_tokens", x, axis, here, ranks.name)
 
 
 def reduce_scatter_tokens(
@@ -50,9 +58,12 @@ def reduce_scatter_tokens(
     """This rank's tokens of the sum over all ranks, taken in the order of the ranks
     and in float32 for half types. Backward is `all_gather_tokens`."""
     ranks = Group.of(group)
+    check_tensors("reduce_scatter_tokens", x=x)
+    check_whole("reduce_scatter_tokens", "axis", axis)
+    here = whole_numbers("reduce_scatter_tokens", "sizes", sizes)
     if ranks.size() == 1:
         return x
-    return _call("reduce_scatter_tokens", x, axis, list(sizes), ranks.name)
+    return _call("reduce_scatter_tokens", x, axis, here, ranks.name)
 
 
 def all_to_all_heads(
@@ -68,17 +79,14 @@ def all_to_all_heads(
     (the all-to-all of DeepSpeed-Ulysses).
     Inverse and backward are `all_to_all_tokens`."""
     ranks = Group.of(group)
+    check_tensors("all_to_all_heads", x=x)
+    check_whole("all_to_all_heads", "token_axis", token_axis)
+    check_whole("all_to_all_heads", "head_axis", head_axis)
+    tokens = whole_numbers("all_to_all_heads", "token_sizes", token_sizes)
+    heads = whole_numbers("all_to_all_heads", "head_sizes", head_sizes)
     if ranks.size() == 1:
         return x
-    return _call(
-        "all_to_all_heads",
-        x,
-        token_axis,
-        head_axis,
-        list(token_sizes),
-        list(head_sizes),
-        ranks.name,
-    )
+    return _call("all_to_all_heads", x, token_axis, head_axis, tokens, heads, ranks.name)
 
 
 def all_to_all_tokens(
@@ -93,17 +101,14 @@ def all_to_all_tokens(
     """From all tokens with this rank's heads to this rank's tokens with all heads.
     Inverse and backward are `all_to_all_heads`."""
     ranks = Group.of(group)
+    check_tensors("all_to_all_tokens", x=x)
+    check_whole("all_to_all_tokens", "token_axis", token_axis)
+    check_whole("all_to_all_tokens", "head_axis", head_axis)
+    tokens = whole_numbers("all_to_all_tokens", "token_sizes", token_sizes)
+    heads = whole_numbers("all_to_all_tokens", "head_sizes", head_sizes)
     if ranks.size() == 1:
         return x
-    return _call(
-        "all_to_all_tokens",
-        x,
-        token_axis,
-        head_axis,
-        list(token_sizes),
-        list(head_sizes),
-        ranks.name,
-    )
+    return _call("all_to_all_tokens", x, token_axis, head_axis, tokens, heads, ranks.name)
 
 
 def rotate(
@@ -117,9 +122,13 @@ def rotate(
     """The tensor of rank r goes to rank r + hops; without `sizes` all ranks have the
     same shape. Backward rotates by -hops."""
     ranks = Group.of(group)
+    check_tensors("rotate", x=x)
+    check_whole("rotate", "hops", hops)
+    check_whole("rotate", "axis", axis, -x.dim(), x.dim() - 1)
+    given = None if sizes is None else whole_numbers("rotate", "sizes", sizes)
     if hops % ranks.size() == 0:
         return x
-    here = [x.shape[axis]] * ranks.size() if sizes is None else list(sizes)
+    here = [x.shape[axis]] * ranks.size() if given is None else given
     return _call("rotate", x, hops, axis, here, ranks.name)
 
 
@@ -128,10 +137,15 @@ def roll(
 ) -> torch.Tensor:
     """Rolls the stream that the ranks hold as one run each: token t goes to token
     t + shift, around the end. Backward rolls by -shift."""
-    total = sum(sizes)
+    ranks = Group.of(group)
+    check_tensors("roll", x=x)
+    check_whole("roll", "shift", shift)
+    check_whole("roll", "axis", axis)
+    here = whole_numbers("roll", "sizes", sizes)
+    total = sum(here)
     if total == 0 or shift % total == 0:
         return x
-    return _call("roll", x, axis, shift, list(sizes), Group.of(group).name)
+    return _call("roll", x, axis, shift, here, ranks.name)
 
 
 def exchange_needed(
@@ -147,8 +161,13 @@ def exchange_needed(
     makes it from a mask. The result has the pieces for this rank, by sender and then
     by row. Under torch.compile give `received`, its number of tokens."""
     ranks = Group.of(group)
+    check_tensors("exchange_needed", x=x, sends=sends)
+    check_whole("exchange_needed", "axis", axis)
+    if received is not None:
+        check_whole("exchange_needed", "received", received)
     if received is None:
-        received = _C.received_tokens(sends, ranks.rank())
+        with speaking_as("exchange_needed", "received_tokens"):
+            received = _C.received_tokens(sends, ranks.rank())
     return _call("exchange_needed", x, axis, sends, received, ranks.name)
 
 
@@ -157,7 +176,11 @@ def return_needed(
 ) -> torch.Tensor:
     """The adjoint of `exchange_needed`: adds every piece to the local tokens it came
     from, of which there are `tokens` here."""
-    return _call("return_needed", x, axis, sends, tokens, Group.of(group).name)
+    ranks = Group.of(group)
+    check_tensors("return_needed", x=x, sends=sends)
+    check_whole("return_needed", "axis", axis)
+    check_whole("return_needed", "tokens", tokens, 0, _MOST_TOKENS)
+    return _call("return_needed", x, axis, sends, tokens, ranks.name)
 
 
 def _call(name: str, *arguments: Any) -> torch.Tensor:

@@ -16,6 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C
+from longspan._arguments import (
+    check_choice,
+    check_flags,
+    check_number,
+    check_optional_tensors,
+    check_tensors,
+    check_whole,
+)
 from longspan._attention import (
     AttentionLayout,
     attention_tensor,
@@ -84,6 +92,10 @@ def select_keys(
     faster where the layout leaves causal work uneven. Without a group there is one rank.
     """
     ranks = ranks_of(group)
+    check_tensors("select_keys", q=q, k=k, weights=weights)
+    check_optional_tensors("select_keys", start=start, end=end)
+    check_whole("select_keys", "slots", slots)
+    check_flags("select_keys", balanced=balanced, scores=scores)
     found, indices = torch.ops.longspan.select_keys(
         q,
         k,
@@ -124,6 +136,10 @@ def attend_selected(
     alone, so the host waits.
     """
     ranks = ranks_of(group)
+    check_tensors("attend_selected", q=q, kv=kv, indices=indices)
+    check_optional_tensors("attend_selected", sink=sink)
+    _check_options("attend_selected", scale, value_dim, fetch)
+    check_flags("attend_selected", return_lse=return_lse)
     out, lse = torch.ops.longspan.attend_selected(
         q,
         kv,
@@ -168,6 +184,12 @@ def select_and_attend(
     adds the heads' attention weights for `index_loss`, without another exchange.
     """
     ranks = ranks_of(group)
+    who = "select_and_attend"
+    check_tensors(who, q=q, kv=kv, index_q=index_q, index_k=index_k, weights=weights)
+    check_optional_tensors(who, sink=sink, start=start, end=end)
+    check_whole(who, "slots", slots)
+    _check_options(who, scale, value_dim, fetch)
+    check_flags(who, balanced=balanced, scores=scores, target=target)
     out, lse, found, shares, indices = torch.ops.longspan.select_and_attend(
         q,
         kv,
@@ -204,6 +226,8 @@ def score_selected(
     """The indexer's scores of given keys, [L, slots], differentiable in q, k and
     weights; -inf for a slot outside of the stream."""
     ranks = ranks_of(group)
+    check_tensors("score_selected", q=q, k=k, weights=weights, indices=indices)
+    check_choice("score_selected", "fetch", fetch, FETCHES)
     scores: torch.Tensor = torch.ops.longspan.score_selected(
         q,
         k,
@@ -233,6 +257,9 @@ def selected_weights(
     slots: [L, slots], or [L, G, slots]. `lse` is that of `attend_selected`. No
     gradient: this is the target of `index_loss`."""
     ranks = ranks_of(group)
+    check_tensors("selected_weights", q=q, kv=kv, indices=indices, lse=lse)
+    check_optional_tensors("selected_weights", sink=sink)
+    _check_options("selected_weights", scale, None, fetch)
     weights: torch.Tensor = torch.ops.longspan.selected_weights(
         q,
         kv,
@@ -256,6 +283,9 @@ def top_keys(
 ) -> torch.Tensor:
     """The greatest `slots` of each row of scores [.., T, Tk] inside its window, in
     the order of `select_keys`: int32 [.., T, slots]. No windows: all keys."""
+    check_tensors("top_keys", scores=scores)
+    check_optional_tensors("top_keys", start=start, end=end)
+    check_whole("top_keys", "slots", slots)
     indices: torch.Tensor = torch.ops.longspan.top_keys(scores, slots, start, end)
     return indices
 
@@ -268,6 +298,7 @@ def index_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     queries of *all* ranks (``reduce_loss(loss.sum(), count, group)``) gives gradients
     that sum over the ranks to those of one rank.
     """
+    check_tensors("index_loss", scores=scores, target=target)
     loss: torch.Tensor = torch.ops.longspan.index_loss(scores, target)
     return loss
 
@@ -292,6 +323,7 @@ def compare_selections(
     queries, and all must call it.
     """
     ranks = ranks_of(group)
+    check_tensors("compare_selections", a=a, b=b, q=q, k=k, weights=weights)
     made = _owners("compare_selections", layout, attention, ranks)
     return _C.compare_selections(a, b, q, k, weights, made, ranks)
 
@@ -312,10 +344,10 @@ def rotate_channels(
     broadcast to the other axes of `x`; keep them in float32, the rotation is
     computed there (float64 for float64) and rounded once. `inverse` turns back.
     """
-    if pairs not in _PAIRS:
-        raise ValueError(
-            f"rotate_channels: no pairs {pairs!r}; there are {' and '.join(map(repr, _PAIRS))}"
-        )
+    check_tensors("rotate_channels", x=x, cos=cos, sin=sin)
+    check_whole("rotate_channels", "first", first)
+    check_choice("rotate_channels", "pairs", pairs, _PAIRS)
+    check_flags("rotate_channels", inverse=inverse)
     rotated: torch.Tensor = torch.ops.longspan.rotate_channels(
         x, cos, sin, first, pairs == "interleaved", inverse
     )
@@ -330,6 +362,9 @@ def document_windows(
     Made where the offsets are, without a read to the host, so once a batch is
     enough. Tokens behind the last document see only themselves.
     """
+    check_tensors("document_windows", cu_seqlens=cu_seqlens)
+    check_optional_tensors("document_windows", cu_seqlens_padded=cu_seqlens_padded)
+    check_whole("document_windows", "tokens", tokens)
     start, end = torch.ops.longspan.document_windows(cu_seqlens, cu_seqlens_padded, tokens)
     return start, end
 
@@ -351,6 +386,10 @@ def window_lists(
     ended, or those of `chosen` [B, T, slots]. `mask` [B, T, keys + pools] hides
     what is false or below 0. -1 = empty slot.
     """
+    check_tensors("window_lists", queries=queries)
+    check_optional_tensors("window_lists", chosen=chosen, mask=mask)
+    for name, value in (("keys", keys), ("window", window), ("pools", pools), ("ratio", ratio)):
+        check_whole("window_lists", name, value)
     lists: torch.Tensor = torch.ops.longspan.window_lists(
         queries, keys, window, pools, ratio, chosen
     )
@@ -371,8 +410,17 @@ def index_scores(
 
     Keys outside a query's window [start, end) get -inf.
     """
+    check_tensors("index_scores", q=q, k=k, weights=weights)
+    check_optional_tensors("index_scores", start=start, end=end)
     scores: torch.Tensor = torch.ops.longspan.index_scores(q, k, weights, start, end)
     return scores
+
+
+def _check_options(who: str, scale: float, value_dim: int | None, fetch: str) -> None:
+    check_number(who, "scale", scale)
+    if value_dim is not None:
+        check_whole(who, "value_dim", value_dim)
+    check_choice(who, "fetch", fetch, FETCHES)
 
 
 def _owners(

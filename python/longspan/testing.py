@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 from longspan import _C
+from longspan._arguments import (
+    check_flags,
+    check_number,
+    check_optional_tensors,
+    check_tensors,
+    speaking_as,
+)
 
 __all__ = ["attend_dense", "kernel_levels", "merge"]
 
@@ -28,6 +35,13 @@ def attend_dense(
     [B, H, T, Tk]: bool, true = may see, or floating, added to the scores. `sink`
     [H] is a logit without a value. A query that sees no key gets 0.
     """
+    check_tensors("attend_dense", q=q, k=k, v=v)
+    check_optional_tensors("attend_dense", mask=mask, sink=sink)
+    check_flags("attend_dense", return_lse=return_lse)
+    if scale is not None:
+        check_number("attend_dense", "scale", scale)
+    if q.dim() == 0:
+        raise ValueError("attend_dense: `q` has no axes; expected [B, H, T, D]")
     out, lse = torch.ops.longspan.attend_dense(
         q,
         k,
@@ -51,4 +65,6 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Joins two answers over different keys by their log-sum-exp (online softmax);
     lse -inf means "saw no key"."""
-    return _C.merge(out, lse, other_out, other_lse)
+    check_tensors("merge", out=out, lse=lse, other_out=other_out, other_lse=other_lse)
+    with speaking_as("merge", "PartialAttention"):
+        return _C.merge(out, lse, other_out, other_lse)

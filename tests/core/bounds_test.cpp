@@ -69,7 +69,7 @@ TEST(Bounds, RangesOfRanksAreCountedBeforeTheyAreListed) {
   const Mask nothing = Mask::causal(Packing::single(0));
   EXPECT_EQ(refusal([&] { (void)work_per_rank(nothing, many); }),
             "work_per_rank: Ownership(contiguous, 0 tokens, 2147483647 ranks) "
-            "has up to 2147483647 ranges on its ranks; at most 8388608 are "
+            "has up to 2147483647 ranges on its ranks; at most 4194304 are "
             "looked at, so take fewer ranks or documents");
   EXPECT_EQ(refusal([&] { (void)Plan::of(causal(many), Strategy{}, 0); }),
             "Plan: 2147483647 ranks; plans go up to 1048576");

@@ -552,7 +552,7 @@ def test_functorch_and_forward_mode_are_refused_not_wrong() -> None:
         torch.func.grad(total)(q)
     with (
         torch.autograd.forward_ad.dual_level(),
-        pytest.raises(ValueError, match="^attend: there is no forward-mode derivative"),
+        pytest.raises(ValueError, match=r"^attend: there is no forward-mode derivative"),
     ):
         total(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
 

@@ -926,7 +926,7 @@ def with_ids(**entries: Any) -> dict[str, Any]:
 
 REFUSED = [
     # The tokens themselves.
-    Refusal("not_a_mapping", [1, 2], r"mapping, got list", TypeError),
+    Refusal("not_a_mapping", [1, 2], r"mapping, got a list", TypeError),
     Refusal("empty_batch", {}, "exactly one of .*neither is there"),
     Refusal("no_tokens", {"labels": ids()}, "exactly one of .*neither is there"),
     Refusal(
@@ -949,7 +949,12 @@ REFUSED = [
         "`input_ids` is a list; give it as a tensor",
         TypeError,
     ),
-    Refusal("sparse_ids", {"input_ids": ids().to_sparse()}, "`input_ids` is sparse or nested"),
+    Refusal(
+        "sparse_ids",
+        {"input_ids": ids().to_sparse()},
+        "shard: `input_ids` is a sparse int64 tensor; expected a dense tensor",
+        TypeError,
+    ),
     Refusal("packed_already", with_ids(cu_seqlens=torch.tensor([0, 16])), "packed already"),
     # Lengths.
     Refusal(
@@ -1153,16 +1158,29 @@ REFUSED = [
     Refusal(
         "key_that_is_no_name",
         {"input_ids": ids(), 3: ids()},
-        "incompatible function arguments",
+        "shard: `batch` has the key 3; expected names",
         TypeError,
     ),
     # Ranks, layouts and multiples.
-    Refusal("rank_too_high", with_ids(), "shard: rank 2 of 2", options={"rank": 2, "ranks": 2}),
-    Refusal("negative_rank", with_ids(), "shard: rank -1 of 2", options={"rank": -1, "ranks": 2}),
     Refusal(
-        "no_ranks", with_ids(), "0 ranks; expected at least 1", options={"rank": 0, "ranks": 0}
+        "rank_too_high",
+        with_ids(),
+        "shard: `rank` is 2; expected 0 to 1",
+        options={"rank": 2, "ranks": 2},
     ),
-    Refusal("negative_ranks", with_ids(), "-2 ranks", options={"rank": 0, "ranks": -2}),
+    Refusal(
+        "negative_rank",
+        with_ids(),
+        "shard: `rank` is -1; expected 0 to 1",
+        options={"rank": -1, "ranks": 2},
+    ),
+    Refusal("no_ranks", with_ids(), "`ranks` is 0; expected 1 to", options={"rank": 0, "ranks": 0}),
+    Refusal(
+        "negative_ranks",
+        with_ids(),
+        "`ranks` is -2; expected 1 to",
+        options={"rank": 0, "ranks": -2},
+    ),
     Refusal("rank_alone", with_ids(), "rank and ranks go together", options={"rank": 0}),
     Refusal(
         "group_and_rank",
@@ -1260,7 +1278,7 @@ def test_refuses_chunks_that_do_not_divide() -> None:
 def test_refuses_to_name_a_pack_form_or_padding_it_does_not_have() -> None:
     batch = {"input_ids": ids()}
     rows, stream = longspan.values.pack(batch, form="rows"), longspan.values.pack(batch)
-    with pytest.raises(ValueError, match="'grid' is not one of rows, stream"):
+    with pytest.raises(ValueError, match="pack: `form` is 'grid'; expected one of rows, stream"):
         longspan.values.pack(batch, form="grid")
     with pytest.raises(ValueError, match="documents inside rows do not move"):
         longspan.values.pad(rows, slots=4)
@@ -1318,9 +1336,19 @@ class TestUnshardRefuses:
             (torch.zeros(8), {}, r"axis 1 of float32 \[8\]", ValueError),
             (torch.zeros(2, 8), {"axis": 2}, r"axis 2 of float32 \[2, 8\]", ValueError),
             (torch.tensor(1.0), {}, r"axis 1 of float32 \[\]", ValueError),
-            (torch.zeros(2, 8), {"fill": "x"}, "expected a number, got str", ValueError),
-            (torch.zeros(2, 8), {"fill": 2**70}, ".", OverflowError),
-            ([torch.zeros(2, 4), "x"], {}, "expected a tensor, or a list", TypeError),
+            (
+                torch.zeros(2, 8),
+                {"fill": "x"},
+                "unshard: `fill` is str; expected a number",
+                ValueError,
+            ),
+            (torch.zeros(2, 8), {"fill": 2**70}, "unshard: .* does not fit 64 bits", ValueError),
+            (
+                [torch.zeros(2, 4), "x"],
+                {},
+                "`tensors` holds a str; expected a tensor, or a list",
+                TypeError,
+            ),
         ],
     )
     def test_what_does_not_fit(

@@ -265,7 +265,7 @@ def test_agree_compares_values_of_many_kinds():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="run_ranks: 0 ranks; expected one or more"):
+    with pytest.raises(ValueError, match="run_ranks: `ranks` is 0; expected 1 to 1024"):
         run_ranks(0, print)
     with pytest.raises(TypeError, match="Group: expected a process group, a DeviceMesh or a name"):
         Group.of(3)

@@ -100,24 +100,32 @@ REFUSED = {
     "unknown form": (
         lambda: longspan.shard(ROWS, layout=longspan.Ownership.contiguous(6, 1), form="grid"),
         ValueError,
-        "shard: form 'grid' is not one of rows, stream",
+        "shard: `form` is 'grid'; expected one of rows, stream",
     ),
     "multiple beside an ownership": (
         lambda: longspan.shard(ROWS, layout=longspan.Ownership.contiguous(6, 1), multiple=4),
         ValueError,
         "says how many tokens a rank holds; leave `multiple` out",
     ),
-    "plan of a name": (lambda: longspan.plan("head-tail"), TypeError, "expected an Ownership, got"),
-    "picture of a name": (lambda: longspan.draw("ring"), TypeError, "expected an Ownership, got"),
+    "plan of a name": (
+        lambda: longspan.plan("head-tail"),
+        TypeError,
+        "`ownership` is a str; expected an Ownership",
+    ),
+    "picture of a name": (
+        lambda: longspan.draw("ring"),
+        TypeError,
+        "`ownership` is a str; expected an Ownership",
+    ),
     "rank that is no int": (
         lambda: longspan.shard(ROWS, rank=0.0, ranks=2),
         TypeError,
-        "rank is a float; expected an int",
+        "`rank` is a float; expected a whole number",
     ),
     "ahead as a list": (
         lambda: longspan.shard(ROWS, ahead=["input_ids"]),
         TypeError,
-        "ahead is a list; expected a mapping",
+        "`ahead` is a list; expected a mapping",
     ),
     "ahead without steps": (
         lambda: longspan.shard(ROWS, ahead={"next": "input_ids"}),

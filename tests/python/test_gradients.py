@@ -398,7 +398,7 @@ def test_wrong_arguments_get_a_sentence() -> None:
         longspan.sum_gradients(list(model.parameters()), None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Group: expected a process group"):
         longspan.sum_gradients(model, 3)
-    with pytest.raises(ValueError, match="bucket_bytes is 0"):
+    with pytest.raises(ValueError, match="`bucket_bytes` is 0; expected 1 or more"):
         longspan.sum_gradients(model, None, bucket_bytes=0)
     with pytest.raises(TypeError, match="clip_grad_norm: a parameter is a str"):
         longspan.clip_grad_norm(["weight"], 1.0)  # type: ignore[list-item]

@@ -91,7 +91,7 @@ def test_selected_keys_name_their_kernel() -> None:
     for operation in ("select_keys", "score_selected", "score_selected_backward"):
         assert longspan.which_kernel(q, kv, w, operation, slots=2) == dense
     with pytest.raises(
-        ValueError, match="operation is 'sideways'; expected one of attend, attend_"
+        ValueError, match="`operation` is 'sideways'; expected one of attend, attend_"
     ):
         longspan.which_kernel(q, kv, lists, "sideways")
     with pytest.raises(ValueError, match="select_keys needs `slots`"):

@@ -317,7 +317,7 @@ def test_a_rank_that_refuses_tells_the_others(with_model: bool) -> None:
 
     first, second = run_ranks(2, body)
     assert "a rank refused its batch and its own error says why" in first
-    assert second.startswith("read_rows: the documents of row 0 take")
+    assert second.startswith("shard: the documents of row 0 take")
 
 
 # ---- Checks that users run.
@@ -420,7 +420,7 @@ def _router_loss() -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: 3, TypeError, "expected a torch.nn.Module, got int"),
+        (lambda: 3, TypeError, "parallelize: `model` is an int; expected a torch.nn.Module"),
         (_Plain, TypeError, "_Plain holds no transformers model; for other models call"),
         (
             lambda: _tiny("LlamaForSequenceClassification", "LlamaConfig"),

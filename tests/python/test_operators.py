@@ -100,7 +100,7 @@ def test_rotations_read_strides_and_leave_their_argument_alone() -> None:
     [
         (
             ValueError,
-            "no pairs 'both'",
+            "`pairs` is 'both'; expected one of",
             lambda x, c: longspan.dsa.rotate_channels(x, c, c, pairs="both"),
         ),
         (

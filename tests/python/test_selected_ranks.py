@@ -738,8 +738,8 @@ def zeros(*shape: int, **options: Any) -> torch.Tensor:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fetch", {"fetch": "sent"},
-     "select_and_attend: fetch is 'sent'; expected 'gathered' or 'needed'"),
-    ("slots", {"slots": -1}, "select_and_attend: -1 slots; expected 0 or more"),
+     "select_and_attend: `fetch` is 'sent'; expected one of gathered, needed"),
+    ("slots", {"slots": -1}, "select_and_attend: -1 slots; expected 0 to 1048576"),
     ("ranks", {"layout": Ownership.contiguous(16, 4)},
      "select_and_attend: the ownership is over 4 ranks but the group has 2"),
     ("tokens", {"layout": Ownership.head_tail(24, 2)},
