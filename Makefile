@@ -15,13 +15,14 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
 .PHONY: demo test test-fast deep build setup lint format core sanitize race wheel cuda mutate
-.PHONY: bench bench-build bench-cuda bench-gpu pictures clean help
+.PHONY: fuzz bench bench-build bench-cuda bench-gpu pictures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
 	@echo "make build, test-fast, lint, format    while you work"
 	@echo "make deep                              what CI adds: sanitize, race, wheel, cuda, a sample of mutate"
+	@echo "make fuzz                              random calls that must be refused in our words"
 	@echo "make bench, bench-build, bench-cuda, bench-gpu, core, pictures, clean"
 
 setup:
@@ -59,6 +60,14 @@ core:
 	@cmake -S . -B build/core -G Ninja -DLONGSPAN_BUILD_TORCH=OFF -DLONGSPAN_BUILD_CLI=OFF -DLONGSPAN_BUILD_BENCH=OFF -DLONGSPAN_WERROR=ON > build/core.log || { cat build/core.log; exit 1; }
 	@ninja -C build/core --quiet
 	@ctest --test-dir build/core
+
+# Random calls, most of them wrong, in processes that are watched; CALLS=1000000
+# for a long run, SEED for another one.
+CALLS ?= 10000
+SEED ?= 1
+fuzz: setup
+	@tools/build $(BUILD) $(PYTHON) longspan_all core_fuzz
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) tools/fuzz $(BUILD) --calls $(CALLS) --seed $(SEED)
 
 # Flips lines one by one and shows that each flip makes a test fail.
 mutate: setup
