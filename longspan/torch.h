@@ -17,6 +17,7 @@
 #include "longspan/batch/token_table.h"
 #include "longspan/comm/agree.h"
 #include "longspan/comm/collectives.h"
+#include "longspan/comm/disagreement.h"
 #include "longspan/comm/group.h"
 #include "longspan/comm/lost_peer.h"
 #include "longspan/comm/needed.h"

@@ -9,6 +9,7 @@
 
 #include "longspan/attention/detail/rank_layout.h"
 #include "longspan/attention/detail/run.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_tiles.h"
 #include "longspan/ops/registering.h"
@@ -16,6 +17,30 @@
 namespace longspan {
 
 namespace {
+
+/// Runs attend, or its backward, as one call of the group.
+template <class Op, class Run>
+auto call_together(const char* who, const Op& op, const Run& run) {
+  if (op.group.empty()) return run();
+  const Group group = Group::named(op.group);
+  return as_call(group, who, [&](CallScope& call) {
+    call.begin([&] {
+      const int64_t tokens = op.q.dim() == 4 ? 2 : 0;
+      const auto facts = [&](const at::Tensor& t) {
+        return facts_of(t, {tokens});
+      };
+      return join(op.strategy,
+                  op.head_ranks > 0 ? join(", teams of ", op.head_ranks) : "",
+                  "; q ", facts(op.q), "; k ", facts(op.k), "; v ", facts(op.v),
+                  "; ", op.sink ? "sink " + facts_of(*op.sink) : "no sink",
+                  "; scale ", exactly(op.scale), "; softcap ",
+                  exactly(op.softcap), "; ",
+                  RankLayout::of("attend", op.layout, group)->words(),
+                  gradient_facts());
+    });
+    return run();
+  });
+}
 
 struct AttendBackward {
   at::Tensor dout, q, k, v;
@@ -40,6 +65,10 @@ struct AttendBackward {
                     self.strategy, self.head_ranks, self.group);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return call_together("attend backward", *this, run);
+  }
   Result run() const {
     return attend_backward(dout, q, k, v, sink, out, lse, layout, scale,
                            softcap, strategy, head_ranks, group);
@@ -70,6 +99,10 @@ struct Attend {
                     self.softcap, self.strategy, self.head_ranks, self.group);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return call_together("attend", *this, run);
+  }
   Result run() const {
     return attend_forward(q, k, v, sink, layout, scale, softcap, strategy,
                           head_ranks, group);

@@ -1,5 +1,6 @@
 #include "longspan/ops/attend_selected.h"
 
+#include "longspan/attention/detail/call_facts.h"
 #include "longspan/attention/detail/selected_call.h"
 #include "longspan/attention/selected.h"
 #include "longspan/core/detail/check.h"
@@ -44,6 +45,10 @@ struct AttendSelectedBackward {
     check_answer("attend_selected_backward", q, value_dim, out, lse, dout);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
+  }
   Result run() const {
     check_all();
     const auto dkv_type =
@@ -104,6 +109,10 @@ struct AttendSelected {
     check_keys(kWho, "kv", kv, q, where.layout);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
+  }
   Result run() const {
     check_all();
     if (where.is_here(kWho)) {
@@ -172,6 +181,10 @@ struct SelectedWeights {
     check_same_device(kWho, "lse", lse, q);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
+  }
   Result run() const {
     check_all();
     const bool flat = kv.dim() != q.dim() && indices.dim() != q.dim();

@@ -59,6 +59,19 @@ class Cache {
 
 }  // namespace
 
+std::string RankLayout::words() const {
+  const auto brief = [](std::string text) {
+    constexpr std::size_t kMost = 100;
+    return text.size() > kMost ? text.substr(0, kMost) + ".." : text;
+  };
+  return join(brief(layout_.ownership.to_string()), "; ",
+              layout_.masks.size() == 1
+                  ? brief(layout_.masks[0].to_string())
+                  : join(layout_.masks.size(), " masks, the first ",
+                         brief(layout_.masks[0].to_string())),
+              "; layout ", fingerprint_ % 1'000'000'007);
+}
+
 std::shared_ptr<const RankLayout> RankLayout::of(const char* who,
                                                  const at::Tensor& code,
                                                  const Group& group) {

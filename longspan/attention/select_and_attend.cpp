@@ -1,3 +1,4 @@
+#include "longspan/attention/detail/call_facts.h"
 #include "longspan/attention/detail/selected_call.h"
 #include "longspan/attention/selected.h"
 #include "longspan/core/detail/check.h"
@@ -56,6 +57,10 @@ struct SelectAndAttendBackward {
                           Where::fields(self.where));
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, layer.q, where, run);
+  }
   Result run() const {
     const auto& [q, kv, index_q, index_k, weights] = layer;
     const Call call(kWho, "selected attention backward", q, where);
@@ -128,6 +133,10 @@ struct SelectAndAttend {
   }
 
   void check_all() const;
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, layer.q, where, run);
+  }
   Result run() const;
 
   Result meta() const {

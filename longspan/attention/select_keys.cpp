@@ -1,4 +1,5 @@
 #include "longspan/attention/detail/select_keys.h"
+#include "longspan/attention/detail/call_facts.h"
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/selected.h"
@@ -49,6 +50,10 @@ struct ScoreSelectedBackward {
                indices.sym_sizes(), accumulation_type(q.scalar_type()), q);
   }
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
+  }
   Result run() const {
     check_all();
     const auto dk_type =
@@ -104,6 +109,10 @@ struct SelectKeys {
   }
   static constexpr auto kWho = "select_keys";
 
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
+  }
   Result run() const {
     check_select(kWho, q, k, weights, start, end, where.layout, slots);
     const int64_t count = slots.expect_int();

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "longspan/attention/attend.h"
+#include "longspan/attention/detail/call_facts.h"
 #include "longspan/attention/detail/selected_work.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/core/detail/even_pieces.h"
@@ -12,6 +13,11 @@
 #include "longspan/ops/select_keys/inputs.h"
 
 namespace longspan::selected {
+
+std::string layout_facts(const char* who, const at::Tensor& layout,
+                         const Group& group) {
+  return RankLayout::of(who, layout, group)->words();
+}
 
 namespace {
 

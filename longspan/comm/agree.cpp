@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/core/detail/check.h"
 
@@ -80,7 +81,10 @@ void agree(const Group& group,
     entry[i + 1] = as_int(hash);
   }
   entry[0] = as_int(names);
-  const at::Tensor rows = gathered(mine, group);
+  const at::Tensor rows = as_call(group, "agree", [&](CallScope& call) {
+    call.begin([] { return "on fields"; });
+    return gathered(mine, group);
+  });
 
   const auto strangers = ranks_that_differ(rows, 0);
   if (!strangers.empty()) {

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "longspan/comm/collectives.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/comm/detail/linear.h"
 #include "longspan/core/detail/check.h"
@@ -54,12 +55,9 @@ at::Tensor exchange_meta(const char* who, const at::Tensor& x, int64_t split,
   return at::empty_symint(sizes, x.options());
 }
 
-at::Tensor exchange(const char* who, const at::Tensor& x, int64_t split,
-                    int64_t join, at::IntArrayRef split_sizes,
-                    at::IntArrayRef join_sizes, std::string_view name) {
-  const Group group = Group::named(std::string(name));
-  const Axes axes = checked_axes(who, x, split, join, sym_ints(split_sizes),
-                                 sym_ints(join_sizes), group);
+at::Tensor traded(const char* who, const at::Tensor& x, const Axes& axes,
+                  at::IntArrayRef split_sizes, at::IntArrayRef join_sizes,
+                  const Group& group) {
   const auto split_firsts = firsts_of(split_sizes);
   const auto join_firsts = firsts_of(join_sizes);
   std::vector<Trader> traders;
@@ -78,6 +76,21 @@ at::Tensor exchange(const char* who, const at::Tensor& x, int64_t split,
        .pieces = trade_pieces(axes.split, axes.join, traders, group.rank()),
        .target_sizes = std::move(sizes)},
       group, {.purpose = who});
+}
+
+at::Tensor exchange(const char* who, const at::Tensor& x, int64_t split,
+                    int64_t join, at::IntArrayRef split_sizes,
+                    at::IntArrayRef join_sizes, std::string_view name) {
+  const Group group = Group::named(std::string(name));
+  return as_call(group, who, [&](CallScope& call) {
+    const Axes axes = checked_axes(who, x, split, join, sym_ints(split_sizes),
+                                   sym_ints(join_sizes), group);
+    call.begin([&] {
+      return linear_facts(x, {axes.split, axes.join},
+                          {split_sizes, join_sizes});
+    });
+    return traded(who, x, axes, split_sizes, join_sizes, group);
+  });
 }
 
 at::Tensor call(const char* who, const at::Tensor& x, int64_t token_axis,

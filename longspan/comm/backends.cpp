@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "longspan/comm/detail/group_record.h"
+#include "longspan/comm/disagreement.h"
 #include "longspan/comm/lost_peer.h"
 #include "longspan/core/detail/check.h"
 
@@ -77,6 +78,15 @@ class Coalesced {
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;
 };
+
+/// throw_lost_peer, once we know who is to blame.
+[[noreturn]] void throw_blamed(const Group& group, const std::string& purpose,
+                               int peer,
+                               std::optional<std::chrono::milliseconds> time,
+                               const std::string& why) {
+  const WaitEnded known = group.record()->blame(peer, why);
+  throw_lost_peer(group, purpose, known.peer, time, known.what());
+}
 
 class Deadline {
  public:
@@ -196,7 +206,7 @@ void Post::start(const std::vector<Message>& sends,
     }
   } catch (const std::exception& error) {
     state.abandon();
-    throw_lost_peer(state.group, state.purpose, peer, {}, error.what());
+    throw_blamed(state.group, state.purpose, peer, {}, error.what());
   }
 }
 
@@ -211,10 +221,21 @@ void Post::finish() {
                                                   next.work, deadline.left())
                                             : next.work->wait();
       if (!done) throw std::runtime_error("the work was aborted");
+    } catch (const Disagreement&) {
+      state.abandon();
+      throw;
+    } catch (const WaitStopped& stopped) {
+      state.abandon();
+      std::rethrow_exception(stopped.reason);
+    } catch (const WaitEnded& ended) {
+      state.abandon();
+      throw_blamed(state.group, state.purpose,
+                   ended.peer < 0 ? next.peer : ended.peer, deadline.passed(),
+                   ended.what());
     } catch (const std::exception& error) {
       state.abandon();
-      throw_lost_peer(state.group, state.purpose, next.peer, deadline.passed(),
-                      error.what());
+      throw_blamed(state.group, state.purpose, next.peer, deadline.passed(),
+                   error.what());
     }
     state.posted.pop_back();
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/core/detail/check.h"
 
 namespace longspan {
@@ -49,12 +50,14 @@ class Tags {
         common_(common) {}
 
   /// gloo ends the process when more arrives than was asked for, and says
-  /// nothing about less. With the size in the tag such parcels never meet, and
-  /// the deadline tells.
+  /// nothing about less. With type, size and call in the tag such parcels never
+  /// meet, and ranks that wait look at what the others do.
   int next(const Parcel& parcel) {
     const int order = next_[static_cast<std::size_t>(parcel.peer)]++;
     if (!with_size_) return order;
-    uint64_t bits = static_cast<uint64_t>(parcel.tensor.nbytes()) + kFirstTag;
+    uint64_t bits =
+        (static_cast<uint64_t>(parcel.tensor.nbytes()) + kFirstTag) * 64 +
+        static_cast<uint64_t>(parcel.tensor.scalar_type());
     bits = (bits * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(order) ^ common_;
     bits *= 0xd6e8feb86659fd93;
     return static_cast<int>(bits >> 33);
@@ -155,6 +158,8 @@ Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
   drop_empty(receives);
   Transfer transfer;
   if (group.size() == 1) return transfer;
+  CallScope call(group, "exchange");
+  call.begin([&] { return purpose; });
   if (device) connect_once(group, *device, purpose);
   if (sends.empty() && receives.empty()) return transfer;
   transfer.state_ = std::make_unique<Transfer::State>(
@@ -162,6 +167,7 @@ Transfer start_exchange(const Group& group, std::vector<Parcel> sends,
   Transfer::State& state = *transfer.state_;
   if (state.post.through_host()) state.stage(sends, receives);
   const bool with_size = state.post.is_gloo();
+  common ^= call_seed(group);
   state.post.start(tagged(sends, Tags(group.size(), with_size, common)),
                    tagged(receives, Tags(group.size(), with_size, common)));
   return transfer;

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "longspan/comm/collectives.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/comm/detail/linear.h"
 #include "longspan/core/detail/check.h"
@@ -69,15 +70,21 @@ at::Tensor scatter_meta(const at::Tensor& x, int64_t axis,
 at::Tensor gather(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
                   std::string_view name) {
   const Group group = Group::named(std::string(name));
-  axis = check_gather(x, axis, sym_ints(sizes), group);
-  return gather_tokens(x, axis, sizes, group, {.purpose = kGather});
+  return as_call(group, kGather, [&](CallScope& call) {
+    const int64_t along = check_gather(x, axis, sym_ints(sizes), group);
+    call.begin([&] { return linear_facts(x, {along}, {sizes}); });
+    return gather_tokens(x, along, sizes, group, {.purpose = kGather});
+  });
 }
 
 at::Tensor scatter(const at::Tensor& x, int64_t axis, at::IntArrayRef sizes,
                    std::string_view name) {
   const Group group = Group::named(std::string(name));
-  axis = check_scatter(x, axis, sym_ints(sizes), group);
-  return scatter_tokens(x, axis, sizes, group, {.purpose = kScatter});
+  return as_call(group, kScatter, [&](CallScope& call) {
+    const int64_t along = check_scatter(x, axis, sym_ints(sizes), group);
+    call.begin([&] { return linear_facts(x, {along}, {sizes}); });
+    return scatter_tokens(x, along, sizes, group, {.purpose = kScatter});
+  });
 }
 
 at::Tensor gather_autograd(const at::Tensor& x, int64_t axis,

@@ -93,52 +93,6 @@ std::optional<std::string> variable(const std::string& name) {
 
 }  // namespace
 
-bool GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
-                       std::chrono::milliseconds timeout) {
-  const auto throw_if_interrupted = [this] {
-    if (interrupted_) throw std::runtime_error(*interrupted_);
-  };
-  {
-    const std::lock_guard lock(mutex_);
-    throw_if_interrupted();
-    waiting_.push_back(work.get());
-  }
-  const auto leave = [&] {
-    const std::lock_guard lock(mutex_);
-    std::erase(waiting_, work.get());
-  };
-  bool done = false;
-  try {
-    done = work->wait(timeout);
-  } catch (...) {
-    leave();
-    throw;
-  }
-  leave();
-  if (!done) {
-    const std::lock_guard lock(mutex_);
-    throw_if_interrupted();
-  }
-  return done;
-}
-
-void GroupRecord::interrupt(const std::string& why) {
-  const std::lock_guard lock(mutex_);
-  if (!interrupted_) interrupted_ = why;
-  for (c10d::Work* work : waiting_) work->abort();
-}
-
-void GroupRecord::abandon(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
-  const std::lock_guard lock(mutex_);
-  for (auto& work : works) abandoned_.push_back(std::move(work));
-}
-
-void GroupRecord::forget_abandoned() {
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  const std::lock_guard lock(mutex_);
-  works.swap(abandoned_);
-}
-
 // Here, because the header does not know what a process group is.
 Group::Group() = default;
 Group::Group(const Group&) = default;
@@ -151,7 +105,7 @@ Group Group::solo() {
   return {};
 }
 
-Group Group::of(const ProcessGroup& process_group) {
+Group Group::of(const ProcessGroup& process_group, Timeout timeout) {
   check(process_group.defined(),
         "Group: no process group; for one rank take Group::solo()");
   Group group;
@@ -162,6 +116,7 @@ Group Group::of(const ProcessGroup& process_group) {
         "; this process is no member of the group");
   group.record_ = record_of(process_group);
   group.name_ = group.record_->name;
+  if (timeout) group.set_timeout(*timeout);
   return group;
 }
 
@@ -178,7 +133,7 @@ Group Group::named(const std::string& name) {
   return of(process_group);
 }
 
-Group Group::from_environment() {
+Group Group::from_environment(Timeout timeout) {
   const std::optional<Launch> launch = launch_from(variable);
   if (!launch || launch->size == 1) return solo();
   static std::atomic<int64_t> made = 0;
@@ -186,15 +141,21 @@ Group Group::from_environment() {
   // After a restart the store of torchrun's agent still holds the old keys.
   const std::string attempt =
       variable("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  return make_gloo_group(
-      {.place = meet_at(*launch, join(name, "/attempt/", attempt)),
-       .rank = launch->rank,
-       .size = launch->size,
-       .name = name,
-       .network = Network::default_interface});
+  GlooGroup plan = {.place = meet_at(*launch, join(name, "/attempt/", attempt)),
+                    .rank = launch->rank,
+                    .size = launch->size,
+                    .name = name,
+                    .network = Network::default_interface};
+  if (timeout) plan.timeout = *timeout;
+  Group group = make_gloo_group(plan);
+  if (timeout) group.set_timeout(*timeout);
+  return group;
 }
 
 std::chrono::milliseconds Group::timeout() const {
+  if (record_ && record_->timeout > 0) {
+    return std::chrono::milliseconds(record_->timeout.load());
+  }
   std::chrono::milliseconds timeout = kProcessGroupDefaultTimeout;
   const ProcessGroup process_group = alive(record_);
   if (process_group.defined()) {
@@ -210,6 +171,21 @@ std::chrono::milliseconds Group::timeout() const {
     }
   }
   return timeout;
+}
+
+void Group::set_timeout(std::chrono::milliseconds timeout) const {
+  check(timeout.count() > 0, "Group: a timeout of ", timeout.count(),
+        " ms; expected more than none");
+  if (!record_) return;
+  record_->timeout = timeout.count();
+  const ProcessGroup process_group = alive(record_);
+  if (!process_group.defined()) return;
+  for (const at::Device device : process_group->getDeviceTypes()) {
+    try {
+      process_group->getBackend(device.type())->setTimeout(timeout);
+    } catch (const c10::Error&) {  // a backend without deadlines of its own
+    }
+  }
 }
 
 int64_t Group::sent_bytes() const {

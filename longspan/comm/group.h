@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace c10d {
@@ -34,9 +35,15 @@ class Group {
   /// One rank, no communication.
   static Group solo();
 
+  /// How long a wait may last; nothing: LONGSPAN_TIMEOUT (seconds), or else
+  /// what the process group was made with.
+  using Timeout = std::optional<std::chrono::milliseconds>;
+
   /// Any c10d group, whatever its backend. A group that c10d has not registered
-  /// under a name gets one here.
-  static Group of(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+  /// under a name gets one here. A timeout holds for all Groups of the process
+  /// group.
+  static Group of(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+                  Timeout timeout = {});
 
   /// A group that keeps its process group alive, as do its copies: for one that
   /// nobody else holds.
@@ -49,7 +56,7 @@ class Group {
   /// From torchrun's or Slurm's variables, over gloo; solo where
   /// there are none. Every call makes a new process group, which the result
   /// owns, so all ranks must call it equally often.
-  static Group from_environment();
+  static Group from_environment(Timeout timeout = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -59,6 +66,10 @@ class Group {
 
   /// How long a wait may last; torch's default once the process group is gone.
   std::chrono::milliseconds timeout() const;
+
+  /// Sets it, for all Groups of the process group. A peer whose process ended
+  /// on this machine is noticed at once, whatever it is.
+  void set_timeout(std::chrono::milliseconds timeout) const;
 
   /// Bytes of payload that this process sent to other ranks through this group
   /// since it was made, counted where tensors are handed to c10d.

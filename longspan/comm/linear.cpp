@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "longspan/comm/detail/call.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/ops/checks.h"
+#include "longspan/ops/gradient_flow.h"
 
 namespace longspan {
 
@@ -38,6 +40,7 @@ class Linear : public torch::autograd::Function<Linear> {
 at::Tensor apply_linear(const at::Tensor& x, LinearMap map, LinearMap adjoint) {
   refuse_transforms("longspan.comm");
   if (has_tangent(x)) refuse_forward_mode("longspan.comm");
+  const GradientFlow flow(at::GradMode::is_enabled() && x.requires_grad());
   return Linear::apply(x, map,
                        c10::make_intrusive<Adjoint>(std::move(adjoint)));
 }
@@ -86,6 +89,14 @@ std::vector<int64_t> firsts_of(at::IntArrayRef sizes) {
   std::vector<int64_t> firsts = {0};
   for (const int64_t size : sizes) firsts.push_back(firsts.back() + size);
   return firsts;
+}
+
+std::string linear_facts(const at::Tensor& x, std::vector<int64_t> axes,
+                         std::initializer_list<at::IntArrayRef> sizes) {
+  std::string text = facts_of(x, axes);
+  for (const int64_t axis : axes) text += join("; axis ", axis);
+  for (const at::IntArrayRef each : sizes) text += join("; sizes ", each);
+  return text + gradient_facts();
 }
 
 std::vector<c10::SymInt> sym_ints(at::IntArrayRef sizes) {

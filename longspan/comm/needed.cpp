@@ -8,7 +8,9 @@
 #include <span>
 #include <utility>
 
+#include "longspan/comm/agree.h"
 #include "longspan/comm/collectives.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/comm/detail/linear.h"
 #include "longspan/core/detail/check.h"
@@ -141,38 +143,49 @@ std::vector<int64_t> with_tokens(const at::Tensor& x, int64_t axis,
   return sizes;
 }
 
+std::string table_facts(const at::Tensor& x, int64_t axis,
+                        const at::Tensor& sends) {
+  return join(linear_facts(x, {axis}, {}), "; table ", hash_of(sends));
+}
+
 at::Tensor send_here(const at::Tensor& x, int64_t axis, const at::Tensor& sends,
                      int64_t received, std::string_view name) {
   const Group group = Group::named(std::string(name));
-  axis = checked_axis(kSend, x, axis);
-  const Pieces plan = pieces_for(kSend, Rows(kSend, sends), axis, group);
-  check(plan.held <= x.size(axis), kSend, ": `sends` names token ",
-        plan.held - 1, " of rank ", group.rank(), ", but axis ", axis, " of ",
-        describe(x), " ends before it");
-  check(received == plan.received, kSend, ": `received` is ", received,
-        "; the rows of `sends` give rank ", group.rank(), " ", plan.received,
-        " tokens");
-  return carry({.x = x,
-                .pieces = plan.pieces,
-                .target_sizes = with_tokens(x, axis, plan.received)},
-               group, {.purpose = kSend});
+  return as_call(group, kSend, [&](CallScope& call) {
+    const int64_t along = checked_axis(kSend, x, axis);
+    const Pieces plan = pieces_for(kSend, Rows(kSend, sends), along, group);
+    check(plan.held <= x.size(along), kSend, ": `sends` names token ",
+          plan.held - 1, " of rank ", group.rank(), ", but axis ", along,
+          " of ", describe(x), " ends before it");
+    check(received == plan.received, kSend, ": `received` is ", received,
+          "; the rows of `sends` give rank ", group.rank(), " ", plan.received,
+          " tokens");
+    call.begin([&] { return table_facts(x, along, sends); });
+    return carry({.x = x,
+                  .pieces = plan.pieces,
+                  .target_sizes = with_tokens(x, along, plan.received)},
+                 group, {.purpose = kSend});
+  });
 }
 
 at::Tensor return_here(const at::Tensor& x, int64_t axis,
                        const at::Tensor& sends, int64_t tokens,
                        std::string_view name) {
   const Group group = Group::named(std::string(name));
-  axis = checked_axis(kReturn, x, axis);
-  const Pieces plan = pieces_for(kReturn, Rows(kReturn, sends), axis, group);
-  check_extent(kReturn, x, axis, plan.received,
-               join("tokens that `sends` gives rank ", group.rank()));
-  check(plan.held <= tokens, kReturn, ": `sends` names token ", plan.held - 1,
-        " of rank ", group.rank(), ", which has ", tokens);
-  return carry({.x = x,
-                .pieces = reversed(plan.pieces),
-                .target_sizes = with_tokens(x, axis, tokens),
-                .meeting = Meeting::add},
-               group, {.purpose = kReturn});
+  return as_call(group, kReturn, [&](CallScope& call) {
+    const int64_t along = checked_axis(kReturn, x, axis);
+    const Pieces plan = pieces_for(kReturn, Rows(kReturn, sends), along, group);
+    check_extent(kReturn, x, along, plan.received,
+                 join("tokens that `sends` gives rank ", group.rank()));
+    check(plan.held <= tokens, kReturn, ": `sends` names token ", plan.held - 1,
+          " of rank ", group.rank(), ", which has ", tokens);
+    call.begin([&] { return table_facts(x, along, sends); });
+    return carry({.x = x,
+                  .pieces = reversed(plan.pieces),
+                  .target_sizes = with_tokens(x, along, tokens),
+                  .meeting = Meeting::add},
+                 group, {.purpose = kReturn});
+  });
 }
 
 at::Tensor send_autograd(const at::Tensor& x, int64_t axis,

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "longspan/comm/collectives.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/comm/detail/linear.h"
 #include "longspan/core/detail/check.h"
@@ -60,10 +61,8 @@ at::Tensor rotate_meta(const at::Tensor& x, int64_t hops, int64_t axis,
                           x.options());
 }
 
-at::Tensor rotate_here(const at::Tensor& x, int64_t hops, int64_t axis,
-                       at::IntArrayRef sizes, std::string_view name) {
-  const Group group = Group::named(std::string(name));
-  axis = checked(kRotate, x, axis, sym_ints(sizes), group);
+at::Tensor rotated(const at::Tensor& x, int64_t hops, int64_t axis,
+                   at::IntArrayRef sizes, const Group& group) {
   const int me = group.rank();
   const auto source = rotate_source(hops, group);
   const auto target = rotate_source(-(hops % group.size()), group);
@@ -80,6 +79,19 @@ at::Tensor rotate_here(const at::Tensor& x, int64_t hops, int64_t axis,
                 .pieces = std::move(pieces),
                 .target_sizes = std::move(target_sizes)},
                group, {.purpose = kRotate});
+}
+
+at::Tensor rotate_here(const at::Tensor& x, int64_t hops, int64_t axis,
+                       at::IntArrayRef sizes, std::string_view name) {
+  const Group group = Group::named(std::string(name));
+  return as_call(group, kRotate, [&](CallScope& call) {
+    const int64_t along = checked(kRotate, x, axis, sym_ints(sizes), group);
+    call.begin([&] {
+      return join(linear_facts(x, {along}, {sizes}), "; hops ",
+                  modulo(hops, group.size()));
+    });
+    return rotated(x, hops, along, sizes, group);
+  });
 }
 
 at::Tensor rotate_autograd(const at::Tensor& x, int64_t hops, int64_t axis,
@@ -135,18 +147,23 @@ void add_rolled(int from, int64_t axis, int64_t shift, at::IntArrayRef sizes,
 at::Tensor roll_here(const at::Tensor& x, int64_t axis, int64_t shift,
                      at::IntArrayRef sizes, std::string_view name) {
   const Group group = Group::named(std::string(name));
-  axis = checked(kRoll, x, axis, sym_ints(sizes), group);
-  const auto firsts = firsts_of(sizes);
-  std::vector<Piece> pieces;
-  if (firsts.back() > 0) {
-    shift = modulo(shift, firsts.back());
-    for (int from = 0; from < group.size(); ++from) {
-      add_rolled(from, axis, shift, sizes, firsts, group.rank(), pieces);
+  return as_call(group, kRoll, [&](CallScope& call) {
+    const int64_t along = checked(kRoll, x, axis, sym_ints(sizes), group);
+    call.begin([&] {
+      return join(linear_facts(x, {along}, {sizes}), "; shift ", shift);
+    });
+    const auto firsts = firsts_of(sizes);
+    std::vector<Piece> pieces;
+    if (firsts.back() > 0) {
+      const int64_t by = modulo(shift, firsts.back());
+      for (int from = 0; from < group.size(); ++from) {
+        add_rolled(from, along, by, sizes, firsts, group.rank(), pieces);
+      }
     }
-  }
-  return carry(
-      {.x = x, .pieces = std::move(pieces), .target_sizes = x.sizes().vec()},
-      group, {.purpose = kRoll});
+    return carry(
+        {.x = x, .pieces = std::move(pieces), .target_sizes = x.sizes().vec()},
+        group, {.purpose = kRoll});
+  });
 }
 
 at::Tensor roll_autograd(const at::Tensor& x, int64_t axis, int64_t shift,

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "longspan/ops/checks.h"
+#include "longspan/ops/gradient_flow.h"
 #include "longspan/ops/tensors.h"
 
 namespace longspan {
@@ -47,6 +48,8 @@ namespace longspan {
 ///                       outputs. keep may also drop arguments.
 ///   constants(outputs)  outputs without a gradient
 ///   kDerivativeOf       who refuses a second derivative
+///   together(run)       calls run(), which is the operator's, with what has to
+///                       be done around it, such as telling other ranks
 ///
 /// Without gradients() no gradient passes.
 
@@ -192,7 +195,14 @@ class Operator<Op, std::tuple<T&...>> {
     return op;
   }
 
-  static Result run(Passed<T>... a) { return packed(a...).run(); }
+  static Result run(Passed<T>... a) {
+    const Op op = packed(a...);
+    if constexpr (requires { op.together([&] { return op.run(); }); }) {
+      return op.together([&] { return op.run(); });
+    } else {
+      return op.run();
+    }
+  }
   static Result meta(Passed<T>... a) { return packed(a...).meta(); }
 
   static Result below_autograd(const T&... a) {
@@ -201,7 +211,9 @@ class Operator<Op, std::tuple<T&...>> {
   }
 
   static Result autograd(Passed<T>... a) {
-    if (!(asks_for_gradient(a) || ...)) return below_autograd(a...);
+    const bool asks = (asks_for_gradient(a) || ...);
+    const GradientFlow flow(asks);
+    if (!asks) return below_autograd(a...);
     if constexpr (requires { Op::kDerivativeOf; }) {
       refuse_second_derivative(Op::kDerivativeOf);
     } else if constexpr (requires(const Op& op) { op.gradients({}, {}); }) {

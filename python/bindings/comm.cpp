@@ -3,7 +3,10 @@
 
 #include "longspan/comm/agree.h"
 #include "longspan/comm/detail/backends.h"
+#include "longspan/comm/detail/call.h"
 #include "longspan/comm/detail/launch.h"
+#include "longspan/comm/detail/watch.h"
+#include "longspan/comm/disagreement.h"
 #include "longspan/comm/group.h"
 #include "longspan/comm/lost_peer.h"
 #include "longspan/comm/needed.h"
@@ -17,6 +20,12 @@ namespace longspan::python {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+/// Waits are on the caller's thread: Ctrl-C must end them.
+void raise_signals() {
+  const py::gil_scoped_acquire lock;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
 
 }  // namespace
 
@@ -32,8 +41,11 @@ void bind_comm(py::module_& m) {
       if (error) std::rethrow_exception(error);
     } catch (const LostPeer& lost) {
       PyErr_SetString(lost_peer.ptr(), lost.what());
+    } catch (const Disagreement& difference) {
+      PyErr_SetString(PyExc_ValueError, difference.what_without_backtrace());
     }
   });
+  set_wait_hook(raise_signals);
   py::register_exception<DifferentFields>(m, "DifferentFields",
                                           PyExc_ValueError);
 
@@ -54,6 +66,15 @@ void bind_comm(py::module_& m) {
             return std::chrono::duration<double>(group.timeout()).count();
           },
           "Seconds that a wait may last.")
+      .def(
+          "_set_timeout",
+          [](const Group& group, double seconds) {
+            check(seconds > 0 && seconds < 1e9, "Group: timeout is ", seconds,
+                  " s; expected a number of seconds above zero");
+            group.set_timeout(std::chrono::milliseconds(
+                std::max<int64_t>(static_cast<int64_t>(seconds * 1000), 1)));
+          },
+          py::arg("seconds"))
       .def_property_readonly(
           "sent_bytes", &Group::sent_bytes,
           "Bytes that this process sent to other ranks through this group.")
@@ -99,6 +120,14 @@ void bind_comm(py::module_& m) {
       },
       py::arg("bytes"));
 
+  m.def("name_layer", &name_layer, py::arg("name"));
+  m.def("calls_of", &calls_of, py::arg("group"));
+  m.def(
+      "tell_raised",
+      [](const std::string& name, const std::string& what) {
+        tell_raised(Group::named(name), what);
+      },
+      py::arg("group"), py::arg("what"), NoGil());
   m.def(
       "received_ranges",
       [](const at::Tensor& table, const Ownership& ownership, int rank) {

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from longspan import _C
+from longspan._agreement import tells_ranks
 from longspan._arguments import (
     as_text,
     check_flags,
@@ -163,6 +164,7 @@ def attention_tensor(who: str, attention: AttentionLayout) -> torch.Tensor:
     return attention.tensor
 
 
+@tells_ranks
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C, _transformers
-from longspan._agreement import Agreement
+from longspan._agreement import Agreement, tells_ranks
 from longspan._arguments import (
     as_text,
     check_choice,
@@ -21,7 +21,7 @@ from longspan._arguments import (
     speaking_as,
     wrong,
 )
-from longspan._group import Group
+from longspan._group import Group, hash_value
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
 from longspan._models import Parallelized, state_of
@@ -188,6 +188,7 @@ def shard_chunks(
         ]
 
 
+@tells_ranks
 def unshard(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     local: LocalBatch | _C.Cut,
@@ -467,7 +468,8 @@ def _cut(
             f"at most {_MOST_PADS} pads are added"
         )
     agreement.compare(
-        dict(rows.tokens)
+        _comparable(dict(rows.payload) | dict(others))
+        | dict(rows.tokens)
         | {"layout": name, "ownership": ownership}
         | {"documents": repr([_C.hash_of(p) for p in packed.packings])}
         | dict(also)
@@ -488,6 +490,19 @@ def _cut(
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
     return LocalBatch(entries, local.cut, place.group)
+
+
+def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not cut must be equal on all ranks as well, where it has a hash. Most
+    batches have few of these; beyond that they are compared as one."""
+    kept = {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, (torch.Tensor, bool, int, float, str))
+    }
+    if len(kept) <= 16:
+        return kept
+    return {"what is not cut": repr([(key, hash_value(value)) for key, value in kept.items()])}
 
 
 def _named(who: str, layout: Any) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
+from longspan._agreement import tells_ranks
 from longspan._arguments import check_whole
 from longspan._group import Group, ranks_of
 from longspan._wrappings import (
@@ -35,6 +36,7 @@ _MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
 
 
 @torch.no_grad()
+@tells_ranks
 def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) -> None:
     """Makes the gradients of `model` those of the whole sequence: summed over the
     ranks of `group`, and over other ranks as the wrappers of the model say, which

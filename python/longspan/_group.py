@@ -78,9 +78,15 @@ class Group(_C.Group):
         return Group(name)
 
     @staticmethod
-    def of(group: Any) -> Group:
+    def of(group: Any, *, timeout: float | timedelta | None = None) -> Group:
         """From a process group, a one-dimensional DeviceMesh, a group's name, or a
-        Group."""
+        Group. `timeout` (seconds) is how long a wait may last, for everyone who uses that
+        process group; without it LONGSPAN_TIMEOUT counts, or what the process group was
+        made with (1800 s unless told otherwise)."""
+        if timeout is not None:
+            made = Group.of(group)
+            made._set_timeout(_seconds(timeout))
+            return made
         if isinstance(group, Group):
             return group
         if isinstance(group, (str, _C.Group)):
@@ -99,15 +105,16 @@ class Group(_C.Group):
         )
 
     @staticmethod
-    def from_environment() -> Group:
+    def from_environment(*, timeout: float | timedelta | None = None) -> Group:
         """The default process group where there is one; else made from torchrun's
-        or Slurm's variables (NCCL with CUDA devices, gloo without); else solo."""
+        or Slurm's variables (NCCL with CUDA devices, gloo without); else solo. For
+        `timeout` see `of`; where the process group is made here, connecting has it too."""
         if not dist.is_initialized():
             launch = _C.launch_from(dict(os.environ))
             if launch is None or launch[1] == 1:
                 return Group()
-            _initialize(*launch)
-        return Group.of(dist.group.WORLD)
+            _initialize(*launch, timeout)
+        return Group.of(dist.group.WORLD, timeout=timeout)
 
 
 # Made here, not where it is used: torch.compile cannot look into its constructor.
@@ -124,7 +131,7 @@ def agree(group: Any, fields: Mapping[str, Any]) -> None:
     Ownership, bytes, or anything with a stable ``repr``; ValueError on every rank
     names those that differ. Every rank must call it."""
     check_kind("agree", "fields", fields, Mapping, "a mapping from names to values")
-    _C.agree(Group.of(group), [(name, _hash(value)) for name, value in fields.items()])
+    _C.agree(Group.of(group), [(name, hash_value(value)) for name, value in fields.items()])
 
 
 def run_ranks(
@@ -236,13 +243,26 @@ def _name_of(group: dist.ProcessGroup) -> str:
     return name
 
 
-def _hash(value: Any) -> int:
+def hash_value(value: Any) -> int:
+    """What `agree` compares."""
     if isinstance(value, (torch.Tensor, _C.Packing, _C.Ownership, bytes)):
         return _C.hash_of(value)
     return _C.hash_of(repr(value).encode())
 
 
-def _initialize(rank: int, size: int, address: str, port: int) -> None:
+def _seconds(timeout: float | timedelta) -> float:
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"Group: timeout is of type {type(timeout).__name__}; expected seconds or a timedelta"
+        )
+    return float(timeout)
+
+
+def _initialize(
+    rank: int, size: int, address: str, port: int, timeout: float | timedelta | None
+) -> None:
     # torchrun's own variables go to torch as they are: it may have a store
     # already.
     method = "env://" if os.environ.get("RANK") else f"tcp://{address}:{port}"
@@ -251,5 +271,9 @@ def _initialize(rank: int, size: int, address: str, port: int) -> None:
         local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
         torch.cuda.set_device(int(local) % torch.cuda.device_count())
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=method, rank=rank, world_size=size
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=method,
+        rank=rank,
+        world_size=size,
+        timeout=None if timeout is None else timedelta(seconds=_seconds(timeout)),
     )

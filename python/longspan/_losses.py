@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from longspan._agreement import tells_ranks
 from longspan._arguments import check_number, check_tensors, check_whole, is_whole
 from longspan._group import ranks_of
 
 
+@tells_ranks
 def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None) -> torch.Tensor:
     """The mean loss over the tokens of all ranks: the sum of all sums over the sum
     of all counts, the same on every rank; 0 where no rank counts a token.

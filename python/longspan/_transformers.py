@@ -8,6 +8,7 @@ configurations that say it. The name has no mask function, so transformers build
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longspan._agreement import in_layer
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 
@@ -66,17 +68,26 @@ def attention(
             f"{type(module).__name__}: was called with a window of {sliding_window}, but says "
             f"{window} itself; this model's windows are not understood"
         )
-    out = local.attend(
-        query,
-        key,
-        value,
-        window=window,
-        scale=scaling,
-        softcap=softcap,
-        sink=s_aux,
-        dropout_p=dropout,
-    )
+    with _named(module):
+        out = local.attend(
+            query,
+            key,
+            value,
+            window=window,
+            scale=scaling,
+            softcap=softcap,
+            sink=s_aux,
+            dropout_p=dropout,
+        )
     return out.transpose(1, 2), None
+
+
+def _named(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Ranks that disagree are told the layer; compiled code has no names."""
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    index = getattr(module, "layer_idx", None)
+    return in_layer(type(module).__name__ + ("" if index is None else f" {index}"))
 
 
 def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longspan import _C
+from longspan._agreement import in_layer, tells_ranks
 from longspan._arguments import check_tensors, check_whole, speaking_as, whole_numbers
 from longspan._C import needed_table, received_ranges
 from longspan._group import Group, LostPeer, agree
@@ -23,6 +24,7 @@ __all__ = [
     "all_to_all_heads",
     "all_to_all_tokens",
     "exchange_needed",
+    "in_layer",
     "needed_table",
     "rank_seed",
     "received_ranges",
@@ -38,6 +40,7 @@ __all__ = [
 _MOST_TOKENS = 1 << 28
 
 
+@tells_ranks
 def all_gather_tokens(
     x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
@@ -52,6 +55,7 @@ def all_gather_tokens(
     return _call("all_gather_tokens", x, axis, here, ranks.name)
 
 
+@tells_ranks
 def reduce_scatter_tokens(
     x: torch.Tensor, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
@@ -66,6 +70,7 @@ def reduce_scatter_tokens(
     return _call("reduce_scatter_tokens", x, axis, here, ranks.name)
 
 
+@tells_ranks
 def all_to_all_heads(
     x: torch.Tensor,
     *,
@@ -89,6 +94,7 @@ def all_to_all_heads(
     return _call("all_to_all_heads", x, token_axis, head_axis, tokens, heads, ranks.name)
 
 
+@tells_ranks
 def all_to_all_tokens(
     x: torch.Tensor,
     *,
@@ -111,6 +117,7 @@ def all_to_all_tokens(
     return _call("all_to_all_tokens", x, token_axis, head_axis, tokens, heads, ranks.name)
 
 
+@tells_ranks
 def rotate(
     x: torch.Tensor,
     hops: int = 1,
@@ -132,6 +139,7 @@ def rotate(
     return _call("rotate", x, hops, axis, here, ranks.name)
 
 
+@tells_ranks
 def roll(
     x: torch.Tensor, shift: int, *, axis: int, sizes: Sequence[int], group: Any
 ) -> torch.Tensor:
@@ -148,6 +156,7 @@ def roll(
     return _call("roll", x, axis, shift, here, ranks.name)
 
 
+@tells_ranks
 def exchange_needed(
     x: torch.Tensor,
     sends: torch.Tensor,
@@ -171,6 +180,7 @@ def exchange_needed(
     return _call("exchange_needed", x, axis, sends, received, ranks.name)
 
 
+@tells_ranks
 def return_needed(
     x: torch.Tensor, sends: torch.Tensor, *, axis: int, tokens: int, group: Any
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan import _C
+from longspan._agreement import tells_ranks
 from longspan._arguments import (
     check_choice,
     check_flags,
@@ -65,6 +66,7 @@ class SelectedAnswer(NamedTuple):
     target: torch.Tensor | None
 
 
+@tells_ranks
 def select_keys(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -111,6 +113,7 @@ def select_keys(
     return (indices, found) if scores else indices
 
 
+@tells_ranks
 def attend_selected(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -154,6 +157,7 @@ def attend_selected(
     return (out, lse) if return_lse else out
 
 
+@tells_ranks
 def select_and_attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -212,6 +216,7 @@ def select_and_attend(
     return SelectedAnswer(out, indices, lse, found if scores else None, shares if target else None)
 
 
+@tells_ranks
 def score_selected(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -240,6 +245,7 @@ def score_selected(
     return scores
 
 
+@tells_ranks
 def selected_weights(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -303,6 +309,7 @@ def index_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@tells_ranks
 def compare_selections(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -328,7 +328,7 @@ def both_passes(group: Group, **options: Any) -> tuple[str, str]:
         out = longspan.attend(q, k, v, group=group, **options)
         passed = "backward"
         out.sum().backward()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return passed, str(error)
     return "end", ""
 
@@ -349,15 +349,13 @@ def test_ranks_with_different_plans_all_end_in_time(name: str) -> None:
         return both_passes(group, **(DISAGREEMENTS[name] if group.rank() == 1 else {}))
 
     start = time.monotonic()
-    ends = run_ranks(3, body, timeout=1)
+    ends = run_ranks(3, body, timeout=60)
     assert time.monotonic() - start < 8
-    for rank, (where, words) in enumerate(ends):
-        assert re.match(
-            rf"(ring|gathered|head_parallel) attention {where}, "
-            rf"((keys|gradients), hop \d of \d|trade of heads): rank {rank} "
-            rf"(waited [\d.]+ s for|could not reach) rank \d: .*; look at the log of rank \d",
-            words,
-        ), (rank, where, words)
+    for where, words in ends:
+        assert where == "forward"
+        assert words.startswith("attend: the ranks of the group do different things in call 1: "), (
+            words
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gathered", "needed"])
@@ -366,8 +364,8 @@ def test_ranks_with_different_owners_of_equal_sizes_end_in_time(strategy: str) -
         owners = HEAD_TAIL if group.rank() == 1 else CONTIGUOUS
         return both_passes(group, layout=owners, strategy=strategy)
 
-    ends = run_ranks(3, body, timeout=1)
-    assert all(where == "forward" and words for where, words in ends), ends
+    ends = run_ranks(3, body, timeout=60)
+    assert all(where == "forward" and "head-tail" in words for where, words in ends), ends
 
 
 @each_strategy
@@ -406,20 +404,13 @@ def test_a_rank_that_raises_ends_the_others_at_once(stage: str, strategy: str) -
 def test_a_rank_that_skips_backward_is_named(strategy: str) -> None:
     def body(group: Group) -> str:
         q, k, v = (torch.randn(1, 3, 8, 4, requires_grad=True) for _ in range(3))
-        with torch.set_grad_enabled(group.rank() != 1):
-            out = longspan.attend(
-                q, k, v, mask=FULL, layout=CONTIGUOUS, group=group, strategy=strategy
-            )
-        assert isinstance(out, torch.Tensor)
-        if group.rank() == 1:
-            return ""
-        with pytest.raises(longspan.comm.LostPeer) as raised:
-            out.sum().backward()
+        options: dict[str, Any] = {"layout": CONTIGUOUS, "group": group, "strategy": strategy}
+        with pytest.raises(ValueError) as raised, torch.set_grad_enabled(group.rank() != 1):
+            longspan.attend(q, k, v, mask=FULL, **options)
         return str(raised.value)
 
-    words = run_ranks(3, body, timeout=1)
-    assert re.search(r" attention backward, .*: rank 0 waited [\d.]+ s for rank \d: ", words[0])
-    assert re.search(r" attention backward, .*: rank 2 waited [\d.]+ s for rank \d: ", words[2])
+    for words in run_ranks(3, body, timeout=60):
+        assert "rank 1: attend, without gradients" in words
 
 
 @pytest.mark.slow

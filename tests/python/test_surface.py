@@ -46,6 +46,7 @@ MODULES = {
         "all_to_all_heads",
         "all_to_all_tokens",
         "exchange_needed",
+        "in_layer",
         "needed_table",
         "rank_seed",
         "received_ranges",

@@ -35,6 +35,9 @@ class RankLayout {
   int64_t tokens() const { return ownership().tokens(); }
   int64_t local_tokens() const { return ownership().local_tokens(rank_); }
 
+  /// Owners and masks for people, and the fingerprint.
+  std::string words() const;
+
   /// Equal on ranks with equal layouts.
   uint64_t fingerprint() const { return fingerprint_; }
 

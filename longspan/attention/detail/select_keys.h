@@ -1,5 +1,6 @@
 #pragma once
 
+#include "longspan/attention/detail/call_facts.h"
 #include "longspan/attention/detail/selected_call.h"
 #include "longspan/ops/registering.h"
 
@@ -18,6 +19,10 @@ struct ScoreSelected {
   static auto fields(Self& self) {
     return std::tuple_cat(std::tie(self.q, self.k, self.weights, self.indices),
                           Where::fields(self.where));
+  }
+  template <class Run>
+  auto together(const Run& run) const {
+    return as_call_of(*this, q, where, run);
   }
   Result run() const;
   Result meta() const;

@@ -4,6 +4,7 @@
 #include <c10/core/SymInt.h>
 
 #include <functional>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,10 @@ std::vector<c10::SymInt> resized(const at::Tensor& x, int64_t axis,
 
 /// One entry for each rank and one more: where its part begins.
 std::vector<int64_t> firsts_of(at::IntArrayRef sizes);
+
+/// What a collective says about its argument: all that is equal on all ranks.
+std::string linear_facts(const at::Tensor& x, std::vector<int64_t> axes,
+                         std::initializer_list<at::IntArrayRef> sizes);
 
 std::vector<c10::SymInt> sym_ints(at::IntArrayRef sizes);
 

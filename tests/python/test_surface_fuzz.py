@@ -21,7 +21,7 @@ BUILD = os.environ.get("LONGSPAN_BUILD", "build/dev")
 #: Not functions, or nothing to give them.
 WITHOUT_ARGUMENTS = {
     *("Cut", "FETCHES", "LocalBatch", "LostPeer", "NamedLayout", "PackedBatch", "RankWork"),
-    *("SelectedAnswer", "kernel_levels", "named_layouts", "seeded_ranks"),
+    *("SelectedAnswer", "kernel_levels", "in_layer", "named_layouts", "seeded_ranks"),
     *("comm", "dsa", "testing", "values", "__version__"),
 }
 
