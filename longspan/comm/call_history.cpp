@@ -151,6 +151,14 @@ std::optional<CallHistory> CallHistory::decode(std::string_view text) {
   return history;
 }
 
+bool SeenTexts::add(std::string_view text) {
+  const uint64_t hash = hash_after(0, text);
+  if (hashes_.contains(hash)) return false;
+  if (hashes_.size() >= kMost) hashes_.clear();
+  hashes_.insert(hash);
+  return true;
+}
+
 std::optional<Difference> compare(
     int rank, const CallHistory& mine, bool under_way,
     const std::vector<std::optional<CallHistory>>& ranks) {

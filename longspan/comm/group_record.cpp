@@ -311,14 +311,14 @@ void GroupRecord::begin(std::string text) {
   {
     const std::lock_guard lock(mutex_);
     if (disagreed_) throw_if_interrupted();
-    history_.begin(join(who_, "; ", text));
+    text = join(who_, "; ", text);
+    history_.begin(text);
     begun_ = true;
     look_pause_ = milliseconds(0);
     if (agreement() == Agree::first) {
       if (const auto group = process_group.lock();
           group.defined() && is_nccl(*group)) {
-        compares = history_.calls() % kCallsBetween == 0 ||
-                   seen_.insert(std::hash<std::string>()(text)).second;
+        compares = history_.calls() % kCallsBetween == 0 || seen_.add(text);
       }
     }
   }

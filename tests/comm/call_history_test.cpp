@@ -96,6 +96,20 @@ TEST(CallHistory, TakesNoOtherText) {
   }
 }
 
+TEST(SeenTexts, AreNewOnceAndDoNotGrowWithoutEnd) {
+  SeenTexts seen;
+  EXPECT_TRUE(seen.add("a; 1"));
+  EXPECT_TRUE(seen.add("b; 1"));
+  EXPECT_FALSE(seen.add("a; 1"));
+  std::size_t largest = 0;
+  for (std::size_t length = 0; length < 3 * SeenTexts::kMost; ++length) {
+    EXPECT_TRUE(seen.add(std::to_string(length)));
+    EXPECT_FALSE(seen.add(std::to_string(length)));
+    largest = std::max(largest, seen.size());
+  }
+  EXPECT_LE(largest, SeenTexts::kMost);
+}
+
 TEST(Compare, SaysNothingWhereOneIsOnlyAhead) {
   EXPECT_FALSE(compare(0, history_of({"a", "b"}), true,
                        {std::nullopt, history_of({"a"})}));

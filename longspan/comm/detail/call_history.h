@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -64,6 +65,22 @@ class CallHistory {
   std::deque<Entry> entries_;
   std::optional<int> lost_;
   std::string why_lost_;
+};
+
+/// Which texts came before, as far as they are remembered: where lengths change
+/// from step to step there is no end of new ones. Ranks that add the same texts
+/// forget at the same text, too.
+class SeenTexts {
+ public:
+  static constexpr std::size_t kMost = 1 << 14;
+
+  /// Whether this text is new.
+  bool add(std::string_view text);
+
+  std::size_t size() const { return hashes_.size(); }
+
+ private:
+  std::set<uint64_t> hashes_;
 };
 
 /// A difference between this rank and others.

@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -126,7 +125,7 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   bool begun_ = false;  // the call under way is in the history
   Histories others_;
   std::vector<std::optional<ProcessMark>> processes_;
-  std::set<uint64_t> seen_;
+  SeenTexts seen_;
   bool disagreed_ = false;  // which is why it is interrupted
   const char* who_ = "";    // of the call under way
   int64_t looks_asked_ = 0, looks_done_ = 0;
