@@ -40,6 +40,14 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_promises_name_tests_that_exist() -> None:
+    rows = re.findall(r"^\|.*`test_.*\|$", (ROOT / "docs" / "promises.md").read_text(), re.M)
+    assert len(rows) > 15
+    for row in rows:
+        for name in re.findall(r"`(test_\w+\.py)`", row):
+            assert (ROOT / "tests" / "python" / name).exists(), name
+
+
 def test_the_python_lines_run_as_printed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", blocks("python")[1]], capture_output=True, text=True, check=False
