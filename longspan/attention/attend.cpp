@@ -29,14 +29,12 @@ auto call_together(const char* who, const Op& op, const Run& run) {
       const auto facts = [&](const at::Tensor& t) {
         return facts_of(t, {tokens});
       };
-      return join(op.strategy,
-                  op.head_ranks > 0 ? join(", teams of ", op.head_ranks) : "",
-                  "; q ", facts(op.q), "; k ", facts(op.k), "; v ", facts(op.v),
-                  "; ", op.sink ? "sink " + facts_of(*op.sink) : "no sink",
-                  "; scale ", exactly(op.scale), "; softcap ",
-                  exactly(op.softcap), "; ",
-                  RankLayout::of("attend", op.layout, group)->words(),
-                  gradient_facts());
+      return quickly(op.strategy, ", teams of ", op.head_ranks, "; q ",
+                     facts(op.q), "; k ", facts(op.k), "; v ", facts(op.v),
+                     "; ", op.sink ? "sink " + facts_of(*op.sink) : "no sink",
+                     "; scale ", op.scale, "; softcap ", op.softcap, "; ",
+                     RankLayout::of("attend", op.layout, group)->words(),
+                     gradient_facts());
     });
     return run();
   });

@@ -57,20 +57,20 @@ class Cache {
   std::list<KeptLayout> entries_;
 };
 
-}  // namespace
-
-std::string RankLayout::words() const {
+std::string words_of(const AttentionLayout& layout, uint64_t fingerprint) {
   const auto brief = [](std::string text) {
     constexpr std::size_t kMost = 100;
     return text.size() > kMost ? text.substr(0, kMost) + ".." : text;
   };
-  return join(brief(layout_.ownership.to_string()), "; ",
-              layout_.masks.size() == 1
-                  ? brief(layout_.masks[0].to_string())
-                  : join(layout_.masks.size(), " masks, the first ",
-                         brief(layout_.masks[0].to_string())),
-              "; layout ", fingerprint_ % 1'000'000'007);
+  return join(brief(layout.ownership.to_string()), "; ",
+              layout.masks.size() == 1
+                  ? brief(layout.masks[0].to_string())
+                  : join(layout.masks.size(), " masks, the first ",
+                         brief(layout.masks[0].to_string())),
+              "; layout ", fingerprint % 1'000'000'007);
 }
+
+}  // namespace
 
 std::shared_ptr<const RankLayout> RankLayout::of(const char* who,
                                                  const at::Tensor& code,
@@ -95,7 +95,10 @@ std::shared_ptr<const RankLayout> RankLayout::of(const char* who,
 }
 
 RankLayout::RankLayout(AttentionLayout layout, int rank, uint64_t fingerprint)
-    : layout_(std::move(layout)), rank_(rank), fingerprint_(fingerprint) {}
+    : layout_(std::move(layout)),
+      rank_(rank),
+      fingerprint_(fingerprint),
+      words_(words_of(layout_, fingerprint)) {}
 
 std::shared_ptr<const Plan> RankLayout::plan(const Strategy& strategy,
                                              int64_t rows) const {

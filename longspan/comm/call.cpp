@@ -38,7 +38,7 @@ void CallScope::begin_with(std::string text) {
   try {
     group_.record()->begin(layer_here.empty()
                                ? std::move(text)
-                               : join("in ", layer_here, "; ", text));
+                               : quickly("in ", layer_here, "; ", text));
   } catch (const WaitStopped& stopped) {
     std::rethrow_exception(stopped.reason);
   } catch (const WaitEnded& ended) {
@@ -73,14 +73,24 @@ int64_t calls_of(const Group& group) {
   return group.size() > 1 ? group.record()->calls() : 0;
 }
 
+bool raised_last(const Group& group) {
+  return group.size() > 1 && group.record()->raised_last();
+}
+
 void tell_raised(const Group& group, const std::string& what) {
   if (group.size() > 1) group.record()->fail(first_line_of(what));
 }
 
-std::string exactly(double number) {
+void add_to(std::string& text, int64_t number) {
+  char digits[24];
+  text.append(digits,
+              std::to_chars(digits, digits + sizeof(digits), number).ptr);
+}
+
+void add_to(std::string& text, double number) {
   char digits[32];
-  const auto end = std::to_chars(digits, digits + sizeof(digits), number).ptr;
-  return {digits, end};
+  text.append(digits,
+              std::to_chars(digits, digits + sizeof(digits), number).ptr);
 }
 
 std::string gradient_facts() {

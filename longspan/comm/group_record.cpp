@@ -311,13 +311,16 @@ void GroupRecord::begin(std::string text) {
   {
     const std::lock_guard lock(mutex_);
     if (disagreed_) throw_if_interrupted();
-    text = join(who_, "; ", text);
+    text = quickly(who_, "; ", text);
     history_.begin(text);
     begun_ = true;
     look_pause_ = milliseconds(0);
     if (agreement() == Agree::first) {
-      if (const auto group = process_group.lock();
-          group.defined() && is_nccl(*group)) {
+      if (!is_nccl_) {
+        const auto group = process_group.lock();
+        is_nccl_ = group.defined() && is_nccl(*group);
+      }
+      if (*is_nccl_) {
         compares = history_.calls() % kCallsBetween == 0 || seen_.add(text);
       }
     }
@@ -359,6 +362,13 @@ int64_t GroupRecord::calls() {
   if (getpid() != process) return 0;
   const std::lock_guard lock(mutex_);
   return history_.calls();
+}
+
+bool GroupRecord::raised_last() {
+  if (getpid() != process) return false;
+  const std::lock_guard lock(mutex_);
+  const CallHistory::Entry* const last = history_.call(history_.calls());
+  return last != nullptr && last->raised;
 }
 
 void GroupRecord::meet() {

@@ -122,6 +122,7 @@ void bind_comm(py::module_& m) {
 
   m.def("name_layer", &name_layer, py::arg("name"));
   m.def("calls_of", &calls_of, py::arg("group"));
+  m.def("raised_last", &raised_last, py::arg("group"));
   m.def(
       "tell_raised",
       [](const std::string& name, const std::string& what) {

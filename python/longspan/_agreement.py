@@ -30,6 +30,12 @@ def tell(group: Group | None, error: BaseException) -> None:
         _C.tell_raised(group.name, f"{type(error).__name__}: {error}")
 
 
+def tell_unless_known(group: Group, error: BaseException) -> None:
+    """For blocks around the calls of others, which tell by themselves."""
+    if not isinstance(error, LostPeer) and not _C.raised_last(group):
+        tell(group, error)
+
+
 def tells_ranks(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """For functions with a `group` that call an operator over its ranks: what they raise
     before it, say of a wrong argument, the other ranks hear of. Operators tell by

@@ -85,7 +85,9 @@ TEST(CallHistory, TakesNoOtherText) {
   const std::string whole = history_of({"a", "b"}).encode();
   for (std::size_t size = 0; size < whole.size(); ++size) {
     const auto read = CallHistory::decode(whole.substr(0, size));
-    if (read) EXPECT_LT(read->encode().size(), whole.size());
+    if (read) {
+      EXPECT_LT(read->encode().size(), whole.size());
+    }
   }
   Random random(3);
   for (int trial = 0; trial < 2000; ++trial) {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan import _C
+from longspan._agreement import tell_unless_known
 from longspan.compat.nemo import _nemo
 from longspan.compat.nemo._batch import Mesh, check_axis, mesh_size, shape_of, tensor_at
 from longspan.compat.nemo._ranks import STRATEGIES, AttentionInContext, group_of, leave
@@ -120,6 +121,8 @@ class TokenShardContext:
             return
         leave(self._attention)
         self._attention = None
+        if error is not None:
+            tell_unless_known(group_of(self._who, self.cp_mesh), error)
         for buffer, full in self._restore:
             buffer.data = full
         for key, full in self._restore_entries:

@@ -125,6 +125,28 @@ def test_an_error_inside_restores_what_is_to_be_restored():
     run_ranks(2, work)
 
 
+def test_an_error_of_one_rank_inside_reaches_the_others_and_all_go_on():
+    def work(group):
+        said = []
+        for step in range(3):
+            ids = torch.arange(8)[None]
+            x = torch.ones(1, 2, 4, 8)
+            try:
+                with create(RankMesh(group), [ids], [1], set()):
+                    if step == 1 and group.rank() == 1:
+                        raise KeyError("column")
+                    sdpa(x, x, x, is_causal=True)
+                said.append("")
+            except (KeyError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    heard, raised = run_ranks(2, work, timeout=60)
+    assert raised == ["", "KeyError: 'column'", ""]
+    assert heard[0] == heard[2] == ""
+    assert "another rank raised: rank 1: KeyError: 'column'" in heard[1]
+
+
 REFUSED_ON_ENTRY = {
     "odd": (lambda: [torch.ones(1, 9)], "9 tokens do not split over 2 ranks.*pad to 12"),
     "half": (lambda: [torch.ones(1, 6)], "6 tokens do not split.*pad to 8"),
@@ -296,10 +318,10 @@ def test_recomputation_in_backward_is_over_ranks_too(way):
 
 def checkpointed(group, use_reentrant=True, function=None):
     """A head-tail context, and a loss of a checkpointed attention that ran in it."""
-    torch.manual_seed(0)
     buffer = torch.ones(1, 8)
     mine = oracle.head_tail(8, 2, group.rank())
-    local = torch.randn(1, 2, 8, 4).double()[:, :, mine].requires_grad_()
+    seeded = torch.Generator().manual_seed(0)  # ranks are threads
+    local = torch.randn(1, 2, 8, 4, generator=seeded).double()[:, :, mine].requires_grad_()
     context = create(RankMesh(group), [buffer], [1], {buffer})
 
     def attention(x):

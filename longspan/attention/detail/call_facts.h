@@ -21,7 +21,8 @@ void add_fact(std::string& text, const T& argument, int64_t token_axis) {
   } else if constexpr (std::is_same_v<T, OptionalTensor>) {
     text += "; " + (argument ? facts_of(*argument, {token_axis}) : "none");
   } else if constexpr (std::is_same_v<T, double>) {
-    text += "; " + exactly(argument);
+    text += "; ";
+    add_to(text, argument);
   } else if constexpr (!std::is_same_v<T, std::string>) {
     text += join("; ", argument);
   }

@@ -36,7 +36,7 @@ class RankLayout {
   int64_t local_tokens() const { return ownership().local_tokens(rank_); }
 
   /// Owners and masks for people, and the fingerprint.
-  std::string words() const;
+  const std::string& words() const { return words_; }
 
   /// Equal on ranks with equal layouts.
   uint64_t fingerprint() const { return fingerprint_; }
@@ -66,6 +66,7 @@ class RankLayout {
   AttentionLayout layout_;
   int rank_;
   uint64_t fingerprint_;
+  std::string words_;
   // Made when first asked for.
   struct KeptMoves {
     Moves to_shares, to_stream;

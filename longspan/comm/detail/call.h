@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "longspan/comm/group.h"
@@ -76,16 +77,32 @@ uint64_t call_seed(const Group& group);
 /// How many calls this rank has begun or raised in; 0 on one rank.
 int64_t calls_of(const Group& group);
 
+/// Whether nothing began since a call of this rank raised, so that the others
+/// know.
+bool raised_last(const Group& group);
+
 /// Something raised outside of calls: counts as a call that raised, so that
 /// ranks that wait for this one say why.
 void tell_raised(const Group& group, const std::string& what);
 
+/// Adds parts to the text of a call, which is made in every call: without the
+/// streams that messages use.
+inline void add_to(std::string& text, std::string_view part) {
+  text += part;
+}
+void add_to(std::string& text, int64_t number);
+void add_to(std::string& text, double number);  // with all its digits
+template <class... Parts>
+std::string quickly(const Parts&... parts) {
+  std::string text;
+  text.reserve(256);
+  (add_to(text, parts), ...);
+  return text;
+}
+
 /// "float32 [2, _, 64]": type and shape, but for the axes that differ between
 /// ranks.
 std::string facts_of(const at::Tensor& tensor, at::IntArrayRef but = {});
-
-/// A number with all its digits.
-std::string exactly(double number);
 
 /// Whether there will be a backward pass, as the last facts of a text.
 std::string gradient_facts();

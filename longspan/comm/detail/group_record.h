@@ -93,6 +93,8 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   void fail_together();
   uint64_t tag_seed();
   int64_t calls();
+  /// Whether nothing began since a call raised.
+  bool raised_last();
 
  private:
   using Histories = std::vector<std::optional<CallHistory>>;
@@ -126,6 +128,7 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   Histories others_;
   std::vector<std::optional<ProcessMark>> processes_;
   SeenTexts seen_;
+  std::optional<bool> is_nccl_;
   bool disagreed_ = false;  // which is why it is interrupted
   const char* who_ = "";    // of the call under way
   int64_t looks_asked_ = 0, looks_done_ = 0;
