@@ -16,7 +16,8 @@ def test_there_are_many_ways_and_each_has_its_name() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_is_told_what_differs(ranks: int) -> None:
     """All ways run in the same processes, one group each, at a deadline of 60 s."""
     outputs = outputs_of(start_ranks("disagreeing_ranks.py", ranks), timeout=400)
