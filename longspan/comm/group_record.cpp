@@ -346,10 +346,13 @@ void GroupRecord::fail(const std::string& what) {
 void GroupRecord::fail_together() {
   {
     const std::lock_guard lock(mutex_);
-    if (interrupted_) return;
-    history_.raise("left the call as another rank raised", in_call_ && begun_);
+    if (!interrupted_) {
+      history_.raise("left the call as another rank raised",
+                     in_call_ && begun_);
+    }
   }
-  look(milliseconds(0));
+  // Others wait for the call that this rank was in, and must see that it was.
+  look(kPatience);
 }
 
 uint64_t GroupRecord::tag_seed() {

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import longspan
 from longspan import comm
 
+# Programs that a script starts in the background ignore the key.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 group = longspan.Group.of(dist.new_group(timeout=timedelta(seconds=60)))
 q = torch.ones(1, 2, 4, 8, requires_grad=True)

@@ -119,8 +119,7 @@ def test_a_rank_that_raised_where_others_finished_is_out_of_step() -> None:
 @pytest.mark.parametrize("value", ["7.5", "", "soon", "-1"])
 def test_the_timeout_of_the_environment(value: str) -> None:
     program = (
-        "import longspan\n"
-        "print(longspan.run_ranks(2, lambda group: group.timeout, timeout=33))\n"
+        "import longspan\nprint(longspan.run_ranks(2, lambda group: group.timeout, timeout=33))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
