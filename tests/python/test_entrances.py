@@ -16,6 +16,7 @@ def found() -> list[dict[str, str]]:
     return [json.loads(output.split("FOUND ")[1]) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entrance", list(ENTRANCES))
 def test_takes_every_kind_of_group(entrance: str, kind: str, found: list[dict[str, str]]) -> None:

@@ -116,6 +116,7 @@ def test_a_rank_that_raised_where_others_finished_is_out_of_step() -> None:
     assert "do different things in call 2: rank 0: attend" in alone[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["7.5", "", "soon", "-1"])
 def test_the_timeout_of_the_environment(value: str) -> None:
     program = (
@@ -147,6 +148,7 @@ def test_a_timeout_of_a_group() -> None:
     assert run_ranks(2, body) == [2.5, 2.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["every", "off"])
 def test_how_often_ranks_compare(mode: str) -> None:
     program = (

@@ -83,6 +83,7 @@ def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
         assert error <= tolerance * gradient.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)

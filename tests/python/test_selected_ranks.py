@@ -281,6 +281,7 @@ def check_case(case: Case, ranks: int, dtype: torch.dtype) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64_gives_the_one_rank_answer(case: Case, ranks: int) -> None:

@@ -116,6 +116,7 @@ def test_ten_thousand_calls() -> None:
     assert "10,000 calls, 0 findings" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_finding(tmp_path: pathlib.Path) -> None:
     """The runner notices a worker that dies, and goes on behind the call."""
     broken = tmp_path / "tools" / "fuzz"
