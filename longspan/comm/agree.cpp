@@ -8,6 +8,7 @@
 
 #include "longspan/comm/detail/backends.h"
 #include "longspan/comm/detail/call.h"
+#include "longspan/comm/detail/call_history.h"
 #include "longspan/comm/detail/carry.h"
 #include "longspan/core/detail/check.h"
 
@@ -36,12 +37,8 @@ uint64_t combined(uint64_t hash, uint64_t next) {
 
 /// "rank 1 differs" or "ranks 1, 3 and 4 differ".
 std::string who_differs(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text + (ranks.size() == 1 ? " differs" : " differ") + " from rank 0";
+  return join(ranks_named(ranks), ranks.size() == 1 ? " differs" : " differ",
+              " from rank 0");
 }
 
 /// Every rank's row of hashes, one row for each.

@@ -217,10 +217,11 @@ void Post::finish() {
     // Taken out only once done, so that abandon() keeps it on an error.
     const State::Posted next = state.posted.back();
     try {
-      const bool done = state.route.is_gloo ? state.group.record()->wait(
-                                                  next.work, deadline.left())
-                                            : next.work->wait();
-      if (!done) throw std::runtime_error("the work was aborted");
+      if (state.route.is_gloo) {
+        state.group.record()->wait(next.work, deadline.left());
+      } else if (!next.work->wait()) {
+        throw std::runtime_error("the work was aborted");
+      }
     } catch (const Disagreement&) {
       state.abandon();
       throw;

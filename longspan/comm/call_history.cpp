@@ -18,16 +18,6 @@ uint64_t hash_after(uint64_t before, std::string_view text) {
 
 constexpr std::string_view kRaised = "raised";
 
-/// "ranks 1, 3 and 4".
-std::string ranks_named(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
-
 std::vector<std::string_view> facts_in(std::string_view text) {
   std::vector<std::string_view> facts;
   for (;;) {
@@ -86,6 +76,15 @@ std::optional<Number> take_number(std::string_view& text) {
 }
 
 }  // namespace
+
+std::string ranks_named(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
 
 void CallHistory::begin(std::string text) {
   const uint64_t after = hash_after(hash(), text);

@@ -77,6 +77,15 @@ c10::intrusive_ptr<c10d::Store> own_connection(
   return store;
 }
 
+/// The hook of waits; what it throws goes to the caller as it is.
+void stop_where_hooked() {
+  try {
+    call_wait_hook();
+  } catch (...) {
+    throw WaitStopped{std::current_exception()};
+  }
+}
+
 std::vector<uint8_t> bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
 }
@@ -101,7 +110,7 @@ GroupRecord::GroupRecord(
 
 // ---- Waits.
 
-bool GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
+void GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
                        milliseconds timeout) {
   {
     const std::lock_guard lock(mutex_);
@@ -127,11 +136,7 @@ bool GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
         const std::lock_guard lock(mutex_);
         throw_if_interrupted();
       }
-      try {
-        call_wait_hook();
-      } catch (...) {
-        throw WaitStopped{std::current_exception()};
-      }
+      stop_where_hooked();
       check_others(Clock::now() - start);
     }
   } catch (...) {
@@ -139,7 +144,6 @@ bool GroupRecord::wait(const c10::intrusive_ptr<c10d::Work>& work,
     throw;
   }
   leave();
-  return true;
 }
 
 void GroupRecord::throw_if_interrupted() {
@@ -296,7 +300,7 @@ void GroupRecord::leave() {
 }
 
 void GroupRecord::begin(std::string text) {
-  bool compares = agreement() == Agree::every;
+  bool compares = agreement() == Agree::every, is_second = false;
   if (!marked_.exchange(true)) {
     if (const auto group = process_group.lock();
         group.defined() && group->getStore().defined()) {
@@ -314,6 +318,7 @@ void GroupRecord::begin(std::string text) {
     text = quickly(who_, "; ", text);
     history_.begin(text);
     begun_ = true;
+    is_second = history_.calls() == 2;
     look_pause_ = milliseconds(0);
     if (agreement() == Agree::first) {
       if (!is_nccl_) {
@@ -326,7 +331,7 @@ void GroupRecord::begin(std::string text) {
     }
   }
   // Read once, now that the others have been here: later the store may be gone.
-  if (calls() == 2) look(milliseconds(0));
+  if (is_second) look(milliseconds(0));
   if (compares) meet();
 }
 
@@ -394,11 +399,7 @@ void GroupRecord::meet() {
         throw WaitEnded("is gone", gone[0]);
       }
     }
-    try {
-      call_wait_hook();
-    } catch (...) {
-      throw WaitStopped{std::current_exception()};
-    }
+    stop_where_hooked();
     if (Clock::now() - start > limit) {
       throw WaitEnded("the ranks did not come together to compare a call", -1);
     }

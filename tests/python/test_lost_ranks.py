@@ -116,19 +116,24 @@ def test_a_rank_that_raised_where_others_finished_is_out_of_step() -> None:
     assert "do different things in call 2: rank 0: attend" in alone[1]
 
 
+def run_with(variable: str, value: str, program: str) -> subprocess.CompletedProcess[str]:
+    """The variables of groups are read once, so each value has a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["7.5", "", "soon", "-1"])
 def test_the_timeout_of_the_environment(value: str) -> None:
     program = (
         "import longspan\nprint(longspan.run_ranks(2, lambda group: group.timeout, timeout=33))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "LONGSPAN_TIMEOUT": value},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_with("LONGSPAN_TIMEOUT", value, program)
     if value in ("7.5", ""):
         assert done.stdout.strip() == str([7.5 if value else 33.0] * 2)
     else:
@@ -163,12 +168,6 @@ def test_how_often_ranks_compare(mode: str) -> None:
         "except Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "LONGSPAN_AGREE": mode},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_with("LONGSPAN_AGREE", mode, program)
     assert ("different things in call 2" in done.stdout) == (mode == "every"), done
     assert ("DistBackendError" in done.stdout) == (mode == "off"), done

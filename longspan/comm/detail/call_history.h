@@ -83,6 +83,9 @@ class SeenTexts {
   std::set<uint64_t> hashes_;
 };
 
+/// "rank 1", or "ranks 1, 3 and 4", for messages.
+std::string ranks_named(const std::vector<int>& ranks);
+
 /// A difference between this rank and others.
 struct Difference {
   int64_t call = 0;  ///< the first that differs, as far as is known

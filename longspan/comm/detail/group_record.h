@@ -1,8 +1,8 @@
 #pragma once
 
 // The one header of ours that knows c10d; only group.cpp, group_record.cpp,
-// backends.cpp and gloo_groups.cpp include it, since it takes seconds to
-// compile.
+// call.cpp, backends.cpp and gloo_groups.cpp include it, since it takes seconds
+// to compile.
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
@@ -62,8 +62,8 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
 
   /// Waits for work unless, or until, the group is interrupted or another rank
   /// is known to be gone or to do something else: then throws WaitEnded,
-  /// Disagreement, or WaitStopped. False when the work was aborted otherwise.
-  bool wait(const c10::intrusive_ptr<c10d::Work>& work,
+  /// Disagreement, or WaitStopped.
+  void wait(const c10::intrusive_ptr<c10d::Work>& work,
             std::chrono::milliseconds timeout);
 
   /// Ends all waits, now and later. gloo itself goes on waiting when the peer
@@ -112,7 +112,6 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   /// and `limit` is how long the caller waits for that.
   void look(std::chrono::milliseconds limit);
   void exchange_histories();
-  c10::intrusive_ptr<c10d::Store> store();
   std::string key(const char* what, int of) const;
 
   std::mutex mutex_;
