@@ -20,6 +20,7 @@ from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
+from longspan._recipes.recipe import not_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,10 +52,7 @@ def attention(
     """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
     local = rest.get(KEYWORD)
     if not isinstance(local, LocalAttention):
-        raise ValueError(
-            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
-            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
-        )
+        raise not_sharded(module)
     _check_no_mask(module, attention_mask)
     if position_bias is not None:
         raise NotImplementedError(
@@ -166,16 +164,23 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
-        handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
+        look = functools.partial(_look_for_mask, bool(state.masks))
+        handle = part.register_forward_pre_hook(look, with_kwargs=True)
         state.before_restore.append(handle.remove)
 
 
 def _look_for_mask(
-    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
+    wants_ours: bool,
+    module: torch.nn.Module,
+    in_order: tuple[Any, ...],
+    arguments: dict[str, Any],
 ) -> None:
     """Refuses masks of pads, which would never reach our function: transformers drops
-    them for attention functions without a mask function."""
+    them for attention functions without a mask function. Where a model wants what we put
+    in place of a mask, one that lacks it would fall over it."""
     if arguments.get(KEYWORD) is None:
+        if wants_ours:
+            raise not_sharded(module)
         return
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, in_order, strict=False)) | arguments
