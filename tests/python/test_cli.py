@@ -283,6 +283,26 @@ REFUSED = [
         "Mask: a prefix of 65 tokens in document 0 of 64",
     ),
     (
+        "group without an end",
+        [*STREAM, "--groups", "3-9,12"],
+        "--groups entry 1 is '12'; expected begin-end, such as 3-9",
+    ),
+    (
+        "groups empty",
+        [*STREAM, "--groups", ""],
+        "--groups is empty; expected a list such as 3-9,12-20",
+    ),
+    (
+        "groups outside",
+        [*STREAM, "--groups", "60-65"],
+        "Mask: group [60, 65) of 64 tokens; groups are not empty and lie inside the stream",
+    ),
+    (
+        "group reach unknown",
+        [*STREAM, "--group-reach", "far"],
+        "--group-reach is 'far'; expected whole-group or within-window",
+    ),
+    (
         "steps of a compressed mask",
         [*STREAM, "--mask", "compressed", "--ratio", "4", "--show", "steps"],
         "draw_steps: a compressed mask has no ring steps, its keys are no tokens; "
@@ -489,6 +509,8 @@ def test_json_names_every_owner_once(layout):
         ["--mask", "sliding", "--window", "5"],
         ["--mask", "compressed", "--ratio", "4"],
         ["--mask", "causal", "--prefix", "3,0,8"],
+        ["--mask", "sliding", "--window", "3", "--groups", "0-4,14-20"],
+        "--mask sliding --window 3 --groups 0-4,14-20 --group-reach within-window".split(),
     ],
 )
 def test_every_layout_and_mask_is_drawn(layout, mask, tmp_path):
