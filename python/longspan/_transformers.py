@@ -8,7 +8,6 @@ configurations that say it. The name has no mask function, so transformers build
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan._agreement import in_layer
+from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
+from longspan._recipes import recipe_for, recipes_in, selected_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +45,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
@@ -62,13 +63,21 @@ def attention(
         )
     if is_causal is False:
         raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
+    if indices is not None:
+        _check_no_dropout(module, dropout)
+        assert scaling is not None
+        with in_layer_of(module):
+            out = selected_keys.attend(
+                module, local, query, key, indices, scale=scaling, sink=s_aux
+            )
+        return out, None
     window = _window(module)
     if sliding_window is not None and sliding_window != window:
         raise ValueError(
             f"{type(module).__name__}: was called with a window of {sliding_window}, but says "
             f"{window} itself; this model's windows are not understood"
         )
-    with _named(module):
+    with in_layer_of(module):
         out = local.attend(
             query,
             key,
@@ -82,12 +91,12 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _named(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Ranks that disagree are told the layer; compiled code has no names."""
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    index = getattr(module, "layer_idx", None)
-    return in_layer(type(module).__name__ + ("" if index is None else f" {index}"))
+def _check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout != 0.0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: drops {dropout:g} of its attention weights in training, "
+            f"which would depend on the ranks; set attention_dropout to 0"
+        )
 
 
 def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:
@@ -116,7 +125,8 @@ def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
                     f"understood"
                 )
-            layers.append(_layer(name, module))
+            recipe = recipe_for(module)
+            layers.append((_layer if recipe is None else recipe.layer)(name, module))
     if not layers:
         raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
     return layers
@@ -152,6 +162,9 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
                 functools.partial(_keep_edits, config, made, vars(made).copy())
             )
         state.replace(module, "config", ours[id(config)])
+    for name, module, recipe in recipes_in(model):
+        recipe.redirect(name, module, state)
+        state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
         handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
         state.before_restore.append(handle.remove)
@@ -170,7 +183,8 @@ def _look_for_mask(
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
-    if mask is not None:
+    ours = mask.values() if isinstance(mask, dict) else (mask,)
+    if mask is not None and not all(isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
             f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
             f"documents already say who sees whom; give the mask to shard instead"
@@ -235,8 +249,9 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
             )
+    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for _, _, recipe in recipes_in(part)))
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in _LAYER_KINDS:
+        if kind not in known:
             raise NotImplementedError(
                 f"parallelize: {name} has layers of kind '{kind}'; understood are "
                 f"{' and '.join(_LAYER_KINDS)}"

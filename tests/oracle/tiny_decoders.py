@@ -150,11 +150,52 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+#: Keys that an indexer selects, fewer than most documents have.
+SLOTS = 6
+
+_DSA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "index_topk": SLOTS,
+    "index_n_heads": 32,  # enough that no two scores are equal
+    "index_head_dim": 8,
+    "experts_implementation": "eager",
+}
+
+#: Attention to the keys that an indexer selects.
+SELECTING: dict[str, Callable[[], Any]] = {
+    "glm_moe_dsa": _decoder(
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        first_k_dense_replace=1,
+        indexer_types=["full", "shared", "full"],
+        **_DSA,
+    ),
+    "deepseek_v32": _decoder(
+        "DeepseekV32ForCausalLM", "DeepseekV32Config", first_k_dense_replace=1, **_DSA
+    ),
+    "axk2": _decoder("AXK2ForCausalLM", "AXK2Config", first_k_dense_replace=1, **_DSA),
+    "hy_v4": _decoder(
+        "HYV4ForCausalLM", "HYV4Config", indexer_types=["full", "shared", "full"], **_DSA
+    ),
+}
+
 
 def decoder(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model with random weights, the same in every process and type."""
     torch.manual_seed(0)
-    model = (FAMILIES | OTHERS)[family]()
+    model = (FAMILIES | OTHERS | SELECTING)[family]()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
