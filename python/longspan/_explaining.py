@@ -15,9 +15,9 @@ from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
-from longspan._local_batch import LocalBatch
+from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._model_batch import check_group
-from longspan._models import AttentionLayer, Parallelized, check_layout, find_state
+from longspan._models import AttentionLayer, Groups, Parallelized, check_layout, find_state
 from longspan._strategy import Strategy
 
 _TITLES: tuple[str, ...] = (
@@ -116,15 +116,18 @@ def explain(
     else:
         check_group("explain", state, group)
     if isinstance(batch, LocalBatch):
-        cut = batch.cut
+        local = batch
     else:
         nobody = Agreement("explain", None)
         reading = Reading(who="explain")
-        cut = share(batch, Place.in_group(state.group), nobody, state, reading).cut
+        local = share(batch, Place.in_group(state.group), nobody, state, reading)
+    cut = local.cut
+    groups = local[KEYWORD].groups if KEYWORD in local else ()
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(
-        _cost(layer, state, cut, dtype or dtypes[layer.name], device) for layer in state.layers
+        _cost(layer, state, cut, groups, dtype or dtypes[layer.name], device)
+        for layer in state.layers
     )
     return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs)
 
@@ -133,12 +136,13 @@ def _cost(
     layer: AttentionLayer,
     state: Parallelized,
     cut: _C.Cut,
+    groups: Groups,
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerCost:
     made = plan(
         cut.ownership,
-        layer.masks(cut),
+        layer.masks(cut, groups),
         strategy=state.strategy,
         rank=cut.rank,
         key_heads=layer.key_heads,
@@ -165,7 +169,7 @@ def _cost(
         tensor(layer.heads, layer.head_dim),
         tensor(layer.key_heads, layer.head_dim),
         tensor(layer.key_heads, layer.value_dim),
-        mask=layer.masks(cut),
+        mask=layer.masks(cut, groups),
         softcap=layer.softcap,
     )
     return LayerCost(
@@ -197,6 +201,7 @@ def _columns(cost: LayerCost) -> tuple[str, ...]:
     if layer.value_dim != layer.head_dim:
         dims += f"/{layer.value_dim}"
     sees = "causal" if layer.window is None else f"window {layer.window}"
+    sees += " groups" if layer.groups else ""
     sees += " softcap" if layer.softcap else ""
     sees += " sink" if layer.sink else ""
     return (

@@ -195,7 +195,11 @@ SELECTING: dict[str, Callable[[], Any]] = {
 def decoder(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model with random weights, the same in every process and type."""
     torch.manual_seed(0)
-    model = (FAMILIES | OTHERS | SELECTING)[family]()
+    return with_random_weights((FAMILIES | OTHERS | SELECTING)[family](), dtype)
+
+
+def with_random_weights(model: Any, dtype: torch.dtype) -> Any:
+    """The model, its weights drawn anew, also those that start constant."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
