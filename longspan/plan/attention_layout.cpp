@@ -149,8 +149,9 @@ Mask read_mask(Reader& in) {
   check(pads_see == 0 || pads_see == 1, "AttentionLayout: pad queries ",
         pads_see, "; expected 0 or 1");
   const int64_t within = in.number();
-  check(within == 0 || within == 1, "AttentionLayout: groups within the window ",
-        within, "; expected 0 or 1");
+  check(within == 0 || within == 1,
+        "AttentionLayout: groups within the window ", within,
+        "; expected 0 or 1");
   Mask mask = Mask::banded(packing, band)
                   .with_pad_queries(pads_see != 0 ? PadQueries::see_document
                                                   : PadQueries::see_nothing)

@@ -13,11 +13,11 @@ using Groups = std::vector<std::vector<TokenRange>>;
 
 /// Row 0: documents of 4 and 5 tokens; row 1: one of 7 and two pads.
 RowBatch rows_with(const at::Tensor& kinds) {
-  return read_rows({{"input_ids", at::arange(18).view({2, 9})},
-                    {"mm_token_type_ids", kinds},
-                    {"seq_lens", at::tensor({4, 5, 7, -1000}).view({2, 2})},
-                    {"seq_lens_padded",
-                     at::tensor({4, 5, 9, -1000}).view({2, 2})}});
+  return read_rows(
+      {{"input_ids", at::arange(18).view({2, 9})},
+       {"mm_token_type_ids", kinds},
+       {"seq_lens", at::tensor({4, 5, 7, -1000}).view({2, 2})},
+       {"seq_lens_padded", at::tensor({4, 5, 9, -1000}).view({2, 2})}});
 }
 
 RowBatch two_rows() {
@@ -32,8 +32,7 @@ Groups images(const PackedBatch& batch) {
 
 TEST(GroupsOf, AreRunsOfTheseKinds) {
   const PackedBatch rows = pack(two_rows(), Form::rows);
-  EXPECT_EQ(images(rows),
-            (Groups{{{1, 6}, {8, 9}}, {{0, 2}, {3, 4}, {6, 7}}}));
+  EXPECT_EQ(images(rows), (Groups{{{1, 6}, {8, 9}}, {{0, 2}, {3, 4}, {6, 7}}}));
   EXPECT_EQ(groups_of(rows, "mm_token_type_ids", {3}), (Groups{{{7, 8}}, {}}));
   EXPECT_EQ(groups_of(rows, "mm_token_type_ids", {}), (Groups{{}, {}}));
 }
@@ -52,11 +51,11 @@ TEST(GroupsOf, RefusesWhatIsNoNumberForEachToken) {
             }),
             "groups_of: `mm_token_type_ids` is float32 [18] once packed; "
             "expected one whole number a token");
-  EXPECT_NE(message_of([] {
-              images(pack(rows_with(at::zeros({2, 9, 1}, at::kLong)),
-                          Form::rows));
-            }).find("expected one whole number a token"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of([] {
+        images(pack(rows_with(at::zeros({2, 9, 1}, at::kLong)), Form::rows));
+      }).find("expected one whole number a token"),
+      std::string::npos);
 }
 
 }  // namespace

@@ -514,23 +514,15 @@ TEST(Mask, GroupsStopAtTheBordersOfDocuments) {
 /// the window ends what lies behind, not what lies ahead.
 TEST(Mask, GroupsWithinTheWindowLookAheadToTheirEnd) {
   const Mask whole = Mask::sliding(Packing::single(8), 3).with_groups({{1, 6}});
-  EXPECT_EQ(windows(whole), (std::vector<TokenRange>{{0, 1},
-                                                     {0, 6},
-                                                     {0, 6},
-                                                     {1, 6},
-                                                     {1, 6},
-                                                     {1, 6},
-                                                     {4, 7},
-                                                     {5, 8}}));
+  EXPECT_EQ(
+      windows(whole),
+      (std::vector<TokenRange>{
+          {0, 1}, {0, 6}, {0, 6}, {1, 6}, {1, 6}, {1, 6}, {4, 7}, {5, 8}}));
   const Mask within = whole.with_group_reach(GroupReach::within_window);
-  EXPECT_EQ(windows(within), (std::vector<TokenRange>{{0, 1},
-                                                      {0, 6},
-                                                      {0, 6},
-                                                      {1, 6},
-                                                      {2, 6},
-                                                      {3, 6},
-                                                      {4, 7},
-                                                      {5, 8}}));
+  EXPECT_EQ(
+      windows(within),
+      (std::vector<TokenRange>{
+          {0, 1}, {0, 6}, {0, 6}, {1, 6}, {2, 6}, {3, 6}, {4, 7}, {5, 8}}));
 }
 
 TEST(Mask, GroupsNoLongerThanTheWindowSeeTheSameEitherWay) {

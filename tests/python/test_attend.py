@@ -275,6 +275,7 @@ def test_float64_gives_the_one_rank_answer(case: Case, ranks: int) -> None:
     [
         "causal", "documents", "groups_across_borders", "sink_and_softcap_in_a_window",
         "key_and_value_dims_differ", "mqa", "torn_documents", "scores_of_ten_thousand",
+        "images_longer_than_the_window",
     ],
 )  # fmt: skip
 def test_half_and_single_give_the_one_rank_answer(

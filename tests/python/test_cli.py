@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"LONGSPAN_CLI is {PROGRAM!r}; expected the path of the longspan program",
 )
 
+SLIDING = ["--mask", "sliding", "--window", "5"]
 STREAM = ["--tokens", "64", "--ranks", "4"]
 LAYOUTS = ["contiguous", "head-tail", "per-document-head-tail"]
 
@@ -506,11 +507,11 @@ def test_json_names_every_owner_once(layout):
     [
         ["--mask", "causal"],
         ["--mask", "full"],
-        ["--mask", "sliding", "--window", "5"],
+        SLIDING,
         ["--mask", "compressed", "--ratio", "4"],
         ["--mask", "causal", "--prefix", "3,0,8"],
-        ["--mask", "sliding", "--window", "3", "--groups", "0-4,14-20"],
-        "--mask sliding --window 3 --groups 0-4,14-20 --group-reach within-window".split(),
+        [*SLIDING, "--groups", "0-4,14-20"],
+        [*SLIDING, "--groups", "0-4,14-20", "--group-reach", "within-window"],
     ],
 )
 def test_every_layout_and_mask_is_drawn(layout, mask, tmp_path):
