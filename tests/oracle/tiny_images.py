@@ -92,7 +92,8 @@ def masks_of(model: Any, kinds: Tensor) -> list[Tensor]:
 def text_of(model: Any) -> Any:
     """Its decoder with the head, as users are told to take it."""
     name = type(model).__name__.replace("ForConditionalGeneration", "ForCausalLM")
-    decoder = getattr(transformers, name)(model.config.text_config)
+    with torch.device("meta"):
+        decoder = getattr(transformers, name)(model.config.text_config)
     decoder.model, decoder.lm_head = model.model.language_model, model.lm_head
     return decoder
 
