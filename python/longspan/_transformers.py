@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longspan import _routers
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
+from longspan._recipes.recipe import not_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,10 +54,7 @@ def attention(
     """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
     local = rest.get(KEYWORD)
     if not isinstance(local, LocalAttention):
-        raise ValueError(
-            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
-            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
-        )
+        raise not_sharded(module)
     _check_no_mask(module, attention_mask)
     if position_bias is not None:
         raise NotImplementedError(
@@ -160,24 +159,28 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
             made: Any = copy.deepcopy(config, copies)
             made._attn_implementation_internal = _NAME
             ours[id(config)] = made
-            state.before_restore.append(
-                functools.partial(_keep_edits, config, made, vars(made).copy())
-            )
+            state.configs.append((config, made, vars(made).copy()))
         state.replace(module, "config", ours[id(config)])
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
-        handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
-        state.before_restore.append(handle.remove)
+        state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
+        _routers.redirect(part, state)
 
 
 def _look_for_mask(
-    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
+    wants_ours: bool,
+    module: torch.nn.Module,
+    in_order: tuple[Any, ...],
+    arguments: dict[str, Any],
 ) -> None:
     """Refuses masks of pads, which would never reach our function: transformers drops
-    them for attention functions without a mask function."""
+    them for attention functions without a mask function. Where a model wants what we put
+    in place of a mask, one that lacks it would fall over it."""
     if arguments.get(KEYWORD) is None:
+        if wants_ours:
+            raise not_sharded(module)
         return
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, in_order, strict=False)) | arguments
@@ -193,20 +196,12 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
         )
 
 
-def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:
-    """Writes edits of our copy back into the configuration that it was made from."""
-    for key, value in vars(ours).items():
-        if key != "_attn_implementation_internal" and (
-            key not in before or (before[key] is not value and before[key] != value)
-        ):
-            vars(original)[key] = value
-
-
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
-    configs = (part.config for part in _pretrained(model))
-    check_groups("shard", type(model).__name__, configs, batch)
-    for part in _pretrained(model):
+    parts = list(_pretrained(model))
+    check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
+    _routers.check_batch(model, parts, batch)
+    for part in parts:
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
@@ -265,11 +260,7 @@ def _check_model(part: PreTrainedModel) -> None:
             f"parallelize: {name} does not look its attention up by name "
             f"(_supports_attention_backend is not set), so it cannot be redirected"
         )
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            f"parallelize: {name} adds a router loss over the tokens at hand "
-            f"(output_router_logits), which is not a sum over ranks; set it to False"
-        )
+    _routers.check_model(part)
 
 
 def _check_rotation(part: PreTrainedModel) -> None:

@@ -35,16 +35,16 @@ _COMMON: dict[str, Any] = {
 _BOTH_KINDS = ["sliding_attention", "full_attention"]
 
 
-def _decoder(model: str, config: str, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        made = getattr(transformers, config)(**(_COMMON | options))
+def _decoder(model: str, config: str, **options: Any) -> Callable[..., Any]:
+    def make(**others: Any) -> Any:
+        made = getattr(transformers, config)(**(_COMMON | options | others))
         return getattr(transformers, model)(made)
 
     return make
 
 
 #: The families that the package promises.
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _decoder("LlamaForCausalLM", "LlamaConfig"),
     "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config"),
     "mistral": _decoder("MistralForCausalLM", "MistralConfig", sliding_window=WINDOW),
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 #: Others that need nothing of their own.
-OTHERS: dict[str, Callable[[], Any]] = {
+OTHERS: dict[str, Callable[..., Any]] = {
     "qwen2": _decoder("Qwen2ForCausalLM", "Qwen2Config"),
     "olmo2": _decoder("Olmo2ForCausalLM", "Olmo2Config"),
     "phi3": _decoder("Phi3ForCausalLM", "Phi3Config", sliding_window=WINDOW),
@@ -109,7 +109,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=16,
         experts_implementation="eager",
     ),
-    "phimoe": lambda: (  # in training it draws its experts
+    "phimoe": lambda **_: (  # in training it draws its experts
         _decoder(
             "PhimoeForCausalLM",
             "PhimoeConfig",
@@ -118,7 +118,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
             experts_implementation="eager",
         )().eval()
     ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
+    "gpt2": lambda **_: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=32,
@@ -174,7 +174,7 @@ _DSA: dict[str, Any] = {
 }
 
 #: Attention to the keys that an indexer selects.
-SELECTING: dict[str, Callable[[], Any]] = {
+SELECTING: dict[str, Callable[..., Any]] = {
     "glm_moe_dsa": _decoder(
         "GlmMoeDsaForCausalLM",
         "GlmMoeDsaConfig",
@@ -192,10 +192,11 @@ SELECTING: dict[str, Callable[[], Any]] = {
 }
 
 
-def decoder(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A model with random weights, the same in every process and type."""
+def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A model with random weights, the same in every process and type. Options are of its
+    configuration."""
     torch.manual_seed(0)
-    return with_random_weights((FAMILIES | OTHERS | SELECTING)[family](), dtype)
+    return with_random_weights((FAMILIES | OTHERS | SELECTING)[family](**options), dtype)
 
 
 def with_random_weights(model: Any, dtype: torch.dtype) -> Any:

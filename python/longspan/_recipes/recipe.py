@@ -37,3 +37,11 @@ class Recipe:
 def class_names(module: torch.nn.Module) -> list[str]:
     """Of a module's class and those it was derived from, in full."""
     return [f"{one.__module__}.{one.__qualname__}" for one in type(module).__mro__]
+
+
+def not_sharded(module: torch.nn.Module) -> ValueError:
+    """A parallelized model got a batch of another kind."""
+    return ValueError(
+        f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
+        f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
+    )

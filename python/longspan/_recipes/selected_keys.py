@@ -24,7 +24,7 @@ from torch import nn
 
 from longspan._agreement import in_layer_of
 from longspan._models import AttentionLayer, LocalAttention, Parallelized, Selection
-from longspan._recipes.recipe import Recipe
+from longspan._recipes.recipe import Recipe, not_sharded
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def _select(
     """In place of an indexer's `forward`: for each query the tokens of the stream with
     the greatest scores, int32 [B, L, slots]; -1 where it sees fewer. The mask is
     what `shard` put in place of one."""
-    local = sharded(indexer, attention_mask)
+    local = attention_mask
+    if not isinstance(local, LocalAttention):
+        raise not_sharded(indexer)
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     normed = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
     k = normed.to(hidden_states.dtype).unsqueeze(2)
@@ -143,16 +145,6 @@ def check_without_chance(linear: Any) -> None:
             )
 
 
-def sharded(module: Any, mask: Any) -> LocalAttention:
-    """What `shard` put in place of a mask."""
-    if not isinstance(mask, LocalAttention):
-        raise ValueError(
-            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
-            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
-        )
-    return mask
-
-
 def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> None:
     for owner, method in ((module, "expand_kv"), (module.indexer, "forward")):
         if owner is not None and method in vars(owner):
@@ -166,7 +158,13 @@ def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> No
             f"carry one; train its adapters without"
         )
     state.replace(module, "expand_kv", functools.partial(_rows, module))
-    if module.indexer is not None:
+    if module.indexer is None:
+        if module.layer_idx == 0:
+            raise ValueError(
+                f"parallelize: '{name}' takes over a selection, but no layer comes before it; the "
+                f"first of indexer_types is 'full'"
+            )
+    else:
         slots = module.indexer.index_topk
         if slots < 1:
             raise ValueError(
