@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import Case, gradients_of, packed
 from oracle.tiny_images import CASES, FAMILIES, answer_of, embedded, text_of, whole, with_images
+from processes import outputs_of, start_ranks
 from test_models_torch import Graphs, _fresh_compiler, check_same, step  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow  # graphs are compiled
@@ -121,3 +122,11 @@ def test_users_can_check_it(family: str) -> None:
         return bool(longspan.check_parity(mine, batch, group, tolerance=1e-5))
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_replicas_of_two_ranks_equal_one_rank() -> None:
+    processes = start_ranks("images_four_ranks.py", 4)
+    outputs = outputs_of(processes, timeout=400)
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    said = [f"{family} {kind}" for family in FAMILIES for kind in ("fsdp", "ddp")]
+    assert [line for line in outputs[0].splitlines() if line in said] == said
