@@ -120,7 +120,13 @@ def left() -> Case:
     return with_images(padded([13, 5, 17], 17, "left"), kinds.tolist())
 
 
-CASES = {"one": one, "rows": rows, "left": left}
+def short() -> Case:
+    """Documents of one token, and shorter than the window, with images to their ends."""
+    kinds = [1, 0, 1, 1, 1, 1, 1, 0, 2, 0, 1, 1]
+    return with_images(packed([1, 4, 2, 1, 3, 1]), [kinds])
+
+
+CASES = {"one": one, "rows": rows, "left": left, "short": short}
 
 
 def embedded(model: Any, case: Case) -> dict[str, Any]:

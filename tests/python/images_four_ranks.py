@@ -8,7 +8,6 @@ import pathlib
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -91,6 +91,8 @@ def test_every_layout(family: str, layout: str) -> None:
 def test_an_uneven_ownership_cuts_images(family: str) -> None:
     uneven = Ownership.of_sizes([3, 1, 19])
     exact(over_ranks(family, "rows", 3, layout=uneven), answer(family, "rows"))
+    idle = Ownership.of_sizes([11, 12, 5])  # the last rank holds pads alone
+    exact(over_ranks(family, "rows", 3, layout=idle), answer(family, "rows"))
 
 
 @pytest.mark.parametrize("strategy", longspan.Strategy.names())
