@@ -18,6 +18,7 @@ import torch
 
 from longspan import _routers
 from longspan._agreement import in_layer_of
+from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
@@ -82,6 +83,7 @@ def attention(
             key,
             value,
             window=window,
+            groups=reach_of(module.config, window),
             scale=scaling,
             softcap=softcap,
             sink=s_aux,
@@ -187,7 +189,7 @@ def _look_for_mask(
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
     ours = mask.values() if isinstance(mask, dict) else (mask,)
-    if mask is not None and not all(isinstance(one, LocalAttention) for one in ours):
+    if not all(one is None or isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
             f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
             f"documents already say who sees whom; give the mask to shard instead"
@@ -196,8 +198,10 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
 
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
-    _routers.check_batch(model, list(_pretrained(model)), batch)
-    for part in _pretrained(model):
+    parts = list(_pretrained(model))
+    check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
+    _routers.check_batch(model, parts, batch)
+    for part in parts:
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
@@ -286,6 +290,7 @@ def _layer(name: str, module: Any) -> AttentionLayer:
         window=_window(module),
         softcap=getattr(module, "attn_logit_softcapping", None),
         sink=isinstance(sinks, torch.Tensor),
+        groups=reach_of(config, _window(module)),
     )
 
 
