@@ -28,9 +28,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"index_n_heads", 16),
     (r"index_topk", 6),
     (r"hidden_size_per_layer_input", 8),
-    (r"hidden_size|d_model|n_embd|emb_dim|word_embed_proj_dim|\w*embedding_size", _WIDTH),
+    (r"hidden_size|d_model|n_embd|emb_dim|word_embed_proj_dim|\w*embed(ding)?_(size|dim)", _WIDTH),
     (r"\w*intermediate_size\w*|\w*ffn_dim|n_inner|\w*ffn_hidden_size|dff|d_ff", 48),
-    (r"vocab_size|vocab_size_per_layer_input|n_words|audio_vocab_size", VOCABULARY),
+    (r"\w*vocab_size\w*|n_words", VOCABULARY),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 8),
     (r"zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k", 2),
@@ -41,7 +41,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"attention_chunk_size", 8),
     (r"floor_scale|original_max_position_embeddings", 16),
     (r"max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len\w*", 256),
-    (r"encoder_layers|num_encoder_layers", 2),
+    (r"encoder_layers|num_encoder_layers|num_layers_per_stack", 2),
 )
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers"
 #: Kinds of layers change at these; the twin keeps the places of those it has.
@@ -53,16 +53,12 @@ _NOISE = re.compile(r"\w*(dropout|pdrop|layerdrop|jitter)\w*")
 def shrunk(config: Any, layers: Sequence[int]) -> Any:
     """A copy with small sizes that has only these layers of the original."""
     made = copy.deepcopy(config)
-    _shrink(made, _depth(config), layers)
+    _shrink(made, depth(config), layers)
     return made
 
 
 def depth(config: Any) -> int:
     """How many layers it asks for."""
-    return _depth(config)
-
-
-def _depth(config: Any) -> int:
     found = [
         value
         for key, value in vars(config).items()
@@ -71,27 +67,27 @@ def _depth(config: Any) -> int:
     return max(found, default=0)
 
 
-def _shrink(config: Any, depth: int, layers: Sequence[int]) -> None:
+def _shrink(config: Any, every: int, layers: Sequence[int]) -> None:
     entries = vars(config)
     before = dict(entries)
     for key, value in before.items():
         if key.startswith("_"):
             continue
         if type(value).__module__ != "builtins" and hasattr(value, "to_dict"):
-            inner = _depth(value) or depth
+            inner = depth(value) or every
             _shrink(value, inner, [i for i in layers if i < inner])
         elif isinstance(value, dict):
             entries[key] = _shrunk_mapping(value)
         else:
-            entries[key] = _smaller(key, value, depth, layers)
+            entries[key] = _smaller(key, value, every, layers)
     _relate(entries, before)
 
 
-def _smaller(key: str, value: Any, depth: int, layers: Sequence[int]) -> Any:
+def _smaller(key: str, value: Any, every: int, layers: Sequence[int]) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
-        return _smaller_list(key, value, depth, layers)
+        return _smaller_list(key, value, every, layers)
     if _NOISE.fullmatch(key):
         return type(value)(0)
     if not isinstance(value, int):
@@ -101,17 +97,17 @@ def _smaller(key: str, value: Any, depth: int, layers: Sequence[int]) -> Any:
     if re.fullmatch(_FIRST_LAYERS, key):
         return sum(layer < value for layer in layers)
     if key == "num_kv_shared_layers":  # counted from the end
-        return sum(layer >= depth - value for layer in layers)
+        return sum(layer >= every - value for layer in layers)
     if _TOKENS.fullmatch(key):
         return min(value, VOCABULARY - 1)
     size = _size(key)
     return value if size is None else min(value, size)
 
 
-def _smaller_list(key: str, value: Any, depth: int, layers: Sequence[int]) -> Any:
+def _smaller_list(key: str, value: Any, every: int, layers: Sequence[int]) -> Any:
     made: list[Any]
-    if len(value) == depth and depth > 0 and not key.startswith("id2"):
-        made = [_smaller(key, value[layer], depth, layers) for layer in layers]
+    if len(value) == every > 0:
+        made = [_smaller(key, value[layer], every, layers) for layer in layers]
     elif re.search(r"layers$|layer_ids$|_idxs$", key) and all(isinstance(v, int) for v in value):
         made = [place for place, layer in enumerate(layers) if layer in value]
     elif _TOKENS.fullmatch(key):

@@ -1,0 +1,165 @@
+"""Who lets a model in: the proof, once for a class and a configuration, by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import torch
+
+from longspan._agreement import Agreement
+from longspan._arguments import wrong
+from longspan._group import Group
+from longspan._twins import CannotTwin, Part, build_twin, kind_of, parts_of, quiet, strangers
+
+SKIPPED = "not proved (proof=False)"
+#: Of transformers, from and up to; see pyproject.toml.
+_FROM, _BELOW = (5, 17), (6,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What was shown about a model; true where it may be cut."""
+
+    model: str
+    #: Tests that held: isolation, order, numbering, ruler.
+    shown: tuple[str, ...]
+    #: Why it may not be cut, beginning with the module that is to blame.
+    refusal: str | None
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return self.refusal is None
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"{self.model} may not be cut: {self.refusal}"
+        return f"{self.model}: {', '.join(self.shown)} hold on a twin ({self.seconds:.2f} s)"
+
+
+@dataclasses.dataclass
+class _Known:
+    """What this process knows about one class and configuration."""
+
+    twin: Any
+    proof: Proof | None = None
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+
+
+_known: dict[Any, _Known | str] = {}
+_lock = threading.Lock()
+
+
+def check_wish(proof: Any) -> None:
+    """That `proof` is something that parallelize takes."""
+    if proof is False or (isinstance(proof, str) and proof == "auto"):
+        return
+    if not isinstance(proof, torch.nn.Module):
+        raise wrong("parallelize", "proof", proof, '"auto", False or a small model')
+
+
+def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement) -> str:
+    """Lets a model in, or raises NotImplementedError with the module that is to blame.
+    Returns what let it in. Every rank calls it; those that were given different models
+    raise."""
+    from longspan._transformers import whole_models
+
+    check_version()
+    found = whole_models(model)
+    names = ", ".join(kind_of(part).__name__ for part in found)
+    proofs: list[Proof] = []
+    foreign: list[tuple[Any, list[Part]]] = []
+    if wish is not False:
+        for part in found:
+            known = _twinned(part, wish)
+            foreign.append((part, strangers(part, known.twin)))
+            if ranks.rank() == 0:
+                proofs.append(_proved(known))
+                if proofs[-1].refusal is not None:
+                    raise NotImplementedError(f"parallelize: {proofs[-1].refusal}")
+    configs = repr([_settings(part.config) for part in found])
+    agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+    if wish is False:
+        return SKIPPED
+    said = f"{names}: isolation, order, numbering and ruler hold on a twin"
+    for part, others in foreign:
+        if others:
+            _look_at(part, others)
+            said += f"; isolation and order on the model itself, for {others[0]}"
+    return said
+
+
+def prove_part(part: Any, wish: Any = "auto") -> Proof:
+    """The proof of one model of transformers."""
+    return _proved(_twinned(part, wish))
+
+
+def check_version() -> None:
+    """Outside of the range attention may come to us in another way, or not at all."""
+    import transformers
+
+    numbers = tuple(int(n) for n in transformers.__version__.split(".")[:2] if n.isdigit())
+    if not _FROM <= numbers < _BELOW:
+        wanted = f"{'.'.join(map(str, _FROM))} up to below {'.'.join(map(str, _BELOW))}"
+        raise ImportError(
+            f"parallelize: transformers {transformers.__version__} is installed, and {wanted} is "
+            f"understood; install one of those"
+        )
+
+
+def _twinned(part: Any, wish: Any) -> _Known:
+    """What is known about a model's class and configuration; makes its twin if need be."""
+    if isinstance(wish, torch.nn.Module):
+        return _Known(wish.to(torch.float64).eval())
+    with quiet():
+        key = (kind_of(part), _settings(part.config), parts_of(part))
+        with _lock:
+            known = _known.get(key)
+            if known is None:
+                try:
+                    known = _Known(build_twin(part))
+                except CannotTwin as error:
+                    known = (
+                        f"{error}; pass proof=... a small model of the same classes on the CPU, or "
+                        f"proof=False to go without"
+                    )
+                _known[key] = known
+    if isinstance(known, str):
+        raise NotImplementedError(f"parallelize: no twin of this model can be made: {known}")
+    return known
+
+
+def _proved(known: _Known) -> Proof:
+    from longspan import _proving
+
+    with known.lock:
+        if known.proof is None:
+            begin = time.monotonic()
+            with quiet():
+                shown, refusal = _proving.prove(known.twin)
+            taken = time.monotonic() - begin
+            known.proof = Proof(type(known.twin).__name__, tuple(shown), refusal, taken)
+    return known.proof
+
+
+def _look_at(part: Any, others: list[Part]) -> None:
+    """Isolation and order on a model with modules that its twin does not have."""
+    from longspan import _proving
+
+    if any(p.device.type == "meta" for p in part.parameters()):
+        raise NotImplementedError(
+            f"parallelize: {others[0]} is not what {kind_of(part).__name__} is made of, and "
+            f"without weights (on the meta device) it cannot be looked at; parallelize once it "
+            f"has them"
+        )
+    try:
+        _proving.check_model_itself(part)
+    except _proving.Refused as error:
+        raise NotImplementedError(f"parallelize: {error}") from None
+
+
+def _settings(config: Any) -> str:
+    """The configuration as text, without what parallelize itself sets."""
+    return str(config.to_json_string(use_diff=False))
