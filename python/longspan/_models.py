@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from longspan import _C
+from longspan import _C, dsa
 from longspan._agreement import Agreement
 from longspan._arguments import check_kind, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
@@ -25,6 +25,16 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 #: Where a parallelized module keeps what was done to it.
 _MARK = "_longspan"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How an indexer selects the keys of a layer."""
+
+    slots: int  #: keys of a query, at most
+    heads: int  #: of the indexer
+    head_dim: int
+    shared: bool = False  #: taken over from an earlier layer
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,9 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
     sink: bool = False
+    #: Attention to selected keys: `key_heads` is 1, and a value is the first channels of
+    #: its key.
+    selects: Selection | None = None
 
     def masks(self, cut: _C.Cut) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
@@ -59,6 +72,8 @@ class Parallelized:
     proof: str = ""
     #: The models inside, and what they consisted of when they were let in.
     seen: list[tuple[Any, Any]] = field(default_factory=list)
+    #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
+    masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
     #: Called by `restore` before.
@@ -125,6 +140,13 @@ class LocalAttention:
         self.strategy = strategy
         self._layouts = {window: self._layout_for(window) for window in windows}
 
+    def layout(self, window: int | None = None) -> AttentionLayout:
+        """Owners and masks of layers with this window; None is causal."""
+        found = self._layouts.get(window)
+        if found is None:
+            found = self._layouts[window] = self._layout_for(window)
+        return found
+
     def _layout_for(self, window: int | None) -> AttentionLayout:
         return AttentionLayout(self.cut.ownership, masks_for(self.cut, window))
 
@@ -141,14 +163,11 @@ class LocalAttention:
         dropout_p: float = 0.0,
     ) -> torch.Tensor:
         """q, k and v [B, H, L, D] of this rank's tokens; [B, H, L, Dv] comes back."""
-        layout = self._layouts.get(window)
-        if layout is None:
-            layout = self._layouts[window] = self._layout_for(window)
         out = attend(
             q,
             k,
             v,
-            attention=layout,
+            attention=self.layout(window),
             group=self.group,
             strategy=self.strategy,
             scale=scale,
@@ -158,6 +177,46 @@ class LocalAttention:
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+    def select_keys(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, *, slots: int
+    ) -> torch.Tensor:
+        """The keys of this rank's queries [B, L, H, D], causal in their documents:
+        int32 [B, L, slots] of tokens of the row or stream."""
+        indices = dsa.select_keys(
+            q, k, weights, slots=slots, attention=self.layout(), group=self.group
+        )
+        assert isinstance(indices, torch.Tensor)
+        return indices
+
+    def attend_selected(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        scale: float,
+        value_dim: int,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [B, L, H, D] and kv [B, L, D] of this rank's tokens; [B, L, H, Dv] comes
+        back."""
+        out = dsa.attend_selected(
+            q,
+            kv,
+            indices,
+            scale=scale,
+            value_dim=value_dim,
+            sink=sink,
+            attention=self.layout(),
+            group=self.group,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def __getitem__(self, _: Any) -> LocalAttention:
+        """Where it stands for a mask, every slice of that is the whole."""
+        return self
 
     def __repr__(self) -> str:
         kinds = ", ".join("causal" if w is None else f"window {w}" for w in self._layouts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
+from longspan._recipes import recipes_in
+from longspan._recipes.recipe import NotSharded
 from longspan._strategy import Strategy
 from longspan._tracing import Blame, Pairing, Trace, differences, guilty, traced
-from longspan._transformers import NotSharded, attention_layers, first_position
+from longspan._transformers import attention_layers, first_position
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
@@ -118,9 +120,11 @@ def _parallel(twin: Any, group: Group | None = None) -> Any:
 # ---- Tokens one by one.
 
 
-def check_apart(model: Any, tolerance: float, spare: Iterable[str] = ()) -> list[str]:
+def check_apart(model: Any, tolerance: float) -> list[str]:
     """*Isolation* and *order*, on a model that is parallelized over one rank: returns what
     was shown, or raises Refused."""
+    # For what is inside these a recipe answers; indices of selected keys, say, are places.
+    spare = [name for name, _, _ in recipes_in(model)]
     base = _Call.of(model, TOKENS, 1)
     other = _Call.of(model, TOKENS, 2).ids
     first = _apart(model, base)

@@ -122,6 +122,8 @@ def differences(
             found
             for where, value in call.outputs.items()
             if where in other.outputs
+            # Whole numbers are choices and places; what came of them shows elsewhere.
+            and value.is_floating_point()
             and (found := pairing.differing(value, other.outputs[where])) is not None
         ]
         if not outputs:

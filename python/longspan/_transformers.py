@@ -8,7 +8,6 @@ configurations that say it. The name has no mask function, so transformers build
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -18,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan._agreement import in_layer
+from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
+from longspan._recipes import recipe_for, recipes_in, selected_keys
+from longspan._recipes.recipe import not_sharded
 from longspan._twins import fingerprint, named_kinds
 
 if TYPE_CHECKING:
@@ -34,10 +35,6 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 _MASKS_WITH_WINDOWS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 #: Heads whose answer is one for a row, made from tokens that may lie elsewhere.
 _ROW_HEADS = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice")
-
-
-class NotSharded(ValueError):
-    """Attention was called without a word about the batch."""
 
 
 def attention(
@@ -54,15 +51,13 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
     local = rest.get(KEYWORD)
     if not isinstance(local, LocalAttention):
-        raise NotSharded(
-            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
-            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
-        )
+        raise not_sharded(module)
     _check_no_mask(module, attention_mask)
     if position_bias is not None:
         raise NotImplementedError(
@@ -71,13 +66,21 @@ def attention(
         )
     if is_causal is False:
         raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
+    if indices is not None:
+        _check_no_dropout(module, dropout)
+        assert scaling is not None
+        with in_layer_of(module):
+            out = selected_keys.attend(
+                module, local, query, key, indices, scale=scaling, sink=s_aux
+            )
+        return out, None
     window = _window(module)
     if sliding_window is not None and sliding_window != window:
         raise ValueError(
             f"{type(module).__name__}: was called with a window of {sliding_window}, but says "
             f"{window} itself; this model's windows are not understood"
         )
-    with _named(module):
+    with in_layer_of(module):
         out = local.attend(
             query,
             key,
@@ -92,12 +95,12 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _named(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Ranks that disagree are told the layer; compiled code has no names."""
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    index = getattr(module, "layer_idx", None)
-    return in_layer(type(module).__name__ + ("" if index is None else f" {index}"))
+def _check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout != 0.0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: drops {dropout:g} of its attention weights in training, "
+            f"which would depend on the ranks; set attention_dropout to 0"
+        )
 
 
 def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:
@@ -125,7 +128,8 @@ def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
                     f"understood"
                 )
-            layers.append(_layer(name, module))
+            recipe = recipe_for(module)
+            layers.append((_layer if recipe is None else recipe.layer)(name, module))
     if not layers:
         raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
     return layers
@@ -194,18 +198,28 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
                 functools.partial(_keep_edits, config, made, vars(made).copy())
             )
         state.replace(module, "config", ours[id(config)])
+    for name, module, recipe in recipes_in(model):
+        recipe.redirect(name, module, state)
+        state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
-        handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
+        look = functools.partial(_look_for_mask, bool(state.masks))
+        handle = part.register_forward_pre_hook(look, with_kwargs=True)
         state.before_restore.append(handle.remove)
 
 
 def _look_for_mask(
-    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
+    wants_ours: bool,
+    module: torch.nn.Module,
+    in_order: tuple[Any, ...],
+    arguments: dict[str, Any],
 ) -> None:
     """Refuses masks of pads, which would never reach our function: transformers drops
-    them for attention functions without a mask function. And what asks for more than a
-    rank has."""
+    them for attention functions without a mask function; and what asks for more than a
+    rank has. Where a model wants what we put in place of a mask, one that lacks it would
+    fall over it."""
     if arguments.get(KEYWORD) is None:
+        if wants_ours:
+            raise not_sharded(module)
         return
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, in_order, strict=False)) | arguments
@@ -214,7 +228,8 @@ def _look_for_mask(
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
-    if mask is not None:
+    ours = mask.values() if isinstance(mask, dict) else (mask,)
+    if mask is not None and not all(isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
             f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
             f"documents already say who sees whom; give the mask to shard instead"
@@ -282,8 +297,9 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
             )
+    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for _, _, recipe in recipes_in(part)))
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in _LAYER_KINDS:
+        if kind not in known:
             raise NotImplementedError(
                 f"parallelize: {name} has layers of kind '{kind}'; understood are "
                 f"{' and '.join(_LAYER_KINDS)}"
@@ -338,7 +354,8 @@ def _layer(name: str, module: Any) -> AttentionLayer:
 def _window(module: Any) -> int | None:
     """How many keys a layer sees. Not all families hand it to the attention function:
     some only build their masks by it, and some have a number that nobody looks at."""
-    if not _builds_windows(type(module)):
+    kind: Any = type(module)
+    if not _builds_windows(kind):
         return None
     config, index = module.config, getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
@@ -349,7 +366,7 @@ def _window(module: Any) -> int | None:
 
 
 @functools.cache
-def _builds_windows(kind: type) -> bool:
+def _builds_windows(kind: Any) -> bool:
     """Whether the file of a class of attention knows how masks with windows are made."""
     return any(
         name in vars(sys.modules.get(one.__module__, object))

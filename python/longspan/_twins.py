@@ -35,7 +35,7 @@ class Part:
     """A kind of module at a place in a model, whatever the number of its layer."""
 
     place: str
-    kind: type
+    kind: Any  #: a class
     forward: Any  #: what is called: the class's, or one that somebody put into the instance
     traits: tuple[tuple[str, Any], ...] = ()  #: what tells instances of a class apart
 
@@ -47,13 +47,14 @@ class Part:
         return f"'{self.place}' ({self.kind.__name__})" if self.place else self.kind.__name__
 
 
-def kind_of(module: nn.Module) -> type:
+def kind_of(module: nn.Module) -> Any:
     """Its class; fully_shard gives modules one of its own, made from theirs."""
-    return _own_kind(type(module))
+    kind: Any = type(module)
+    return _own_kind(kind)
 
 
 @functools.cache
-def _own_kind(kind: type) -> type:
+def _own_kind(kind: Any) -> Any:
     if kind.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in kind.__mro__):
         return next(base for base in kind.__bases__ if base.__name__ != "FSDPModule")
     return kind
@@ -105,7 +106,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
-        kind = type(module)
+        kind: Any = type(module)
         if kind.__name__ in _WRAPPERS:
             stack.append(looked_through(module))
             continue
@@ -128,14 +129,14 @@ def named_kinds(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _forward(module: nn.Module, kind: type, *, root: bool) -> Any:
+def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
     own = vars(module).get("forward")
     if own is None:
         return kind.forward
     function = getattr(own, "__func__", own)
     # Trainers wrap the forward of the whole model into autocast.
     if root and inspect.unwrap(getattr(function, "model_forward", function)) is inspect.unwrap(
-        kind.forward  # type: ignore[arg-type]
+        kind.forward
     ):
         return kind.forward
     return function
@@ -243,12 +244,12 @@ def _filled(twin: nn.Module) -> nn.Module:
     return twin
 
 
-class _OwnRandomness(TorchDispatchMode):
+class _OwnRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random numbers in it are drawn from a generator of its own: those of the process,
     and of other threads, stay as they are."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(16)
 
     def __torch_dispatch__(
