@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,14 +161,16 @@ def build_twin(model: Any) -> Any:
     float64. Neither the model nor anybody's random numbers are touched."""
     config = model.config
     wanted = parts_of(model)
+    stack, choices = _choices(model, depth(config))
     why: Exception | None = None
     best: Any = None  # made of the same, but for switches that some layers have
-    for layers in _choices(model, depth(config)):
+    for layers in choices:
         try:
             twin = _built(kind_of(model), shrunk(config, layers))
         except Exception as error:  # whatever constructors raise
             why = why or error
             continue
+        _take_over(model, twin, stack, layers)
         if parts_of(twin) == wanted:
             return _filled(twin)
         if best is None or not strangers(model, twin):
@@ -178,6 +181,27 @@ def build_twin(model: Any) -> Any:
     raise CannotTwin(f"{kind_of(model).__name__} with small sizes does not build{said}")
 
 
+def _take_over(model: nn.Module, twin: nn.Module, stack: str, layers: Sequence[int]) -> None:
+    """Gives modules of the twin the classes and forwards that somebody put into the
+    model, where they fit: a class derived from theirs with no attributes of its own."""
+    places = {f"{stack}.{layer}": f"{stack}.{place}" for place, layer in enumerate(layers)}
+    theirs = dict(modules_of(twin))
+    for name, module in modules_of(model):
+        layer = re.match(rf"{re.escape(stack)}\.\d+", name) if stack else None
+        if layer is not None:
+            if layer[0] not in places:
+                continue
+            name = places[layer[0]] + name[layer.end() :]
+        mine, kind = theirs.get(name), kind_of(module)
+        if mine is None or (kind is type(mine) and "forward" not in vars(module)):
+            continue
+        own = vars(module).get("forward")
+        if issubclass(kind, type(mine)) and vars(module).keys() - {"forward"} == vars(mine).keys():
+            mine.__class__ = kind
+            if isinstance(own, types.MethodType) and own.__self__ is module:
+                mine.forward = types.MethodType(own.__func__, mine)  # type: ignore[method-assign]
+
+
 def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
     """What the model is made of and its twin is not: somebody put it there."""
     known = {part.place_and_kind for part in parts_of(twin)}
@@ -185,24 +209,20 @@ def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
     return [found[place] for place in sorted(found)]
 
 
-def _choices(model: nn.Module, every: int) -> list[Sequence[int]]:
-    """Which layers a twin could have: the first ones until every kind was there, or one of
-    every kind, or all."""
-    kinds = _kinds_of_layers(model, every)
-    if kinds is None:
-        return [range(min(every, 2)), range(every)]
+def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
+    """Where the layers are, and which of them a twin could have: the first ones until
+    every kind was there, or one of every kind, or all."""
+    stack = next(
+        (n for n, m in modules_of(model) if isinstance(m, nn.ModuleList) and len(m) == every), None
+    )
+    if stack is None or every == 0:
+        return "", [range(min(every, 2)), range(every)]
+    kinds = [parts_of(layer) for layer in model.get_submodule(stack)]  # type: ignore[union-attr]
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
     prefix = range(max(max(first.values()) + 1, min(every, 2)))
     some = sorted({*first.values(), *range(min(every, 2 if len(first) == 1 else 0))})
     ordered: list[Sequence[int]] = [prefix, some] if len(prefix) <= _FEW_LAYERS else [some, prefix]
-    return [*ordered, range(every)]
-
-
-def _kinds_of_layers(model: nn.Module, every: int) -> list[frozenset[Part]] | None:
-    for _, module in modules_of(model):
-        if isinstance(module, nn.ModuleList) and len(module) == every > 0:
-            return [parts_of(layer) for layer in module]
-    return None
+    return stack, [*ordered, range(every)]
 
 
 def _built(kind: type, config: Any) -> Any:
