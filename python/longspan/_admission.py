@@ -69,31 +69,46 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     check_version()
     found = whole_models(model)
     names = ", ".join(kind_of(part).__name__ for part in found)
-    proofs: list[Proof] = []
-    foreign: list[tuple[Any, list[Part]]] = []
-    if wish is not False:
+    if wish is not False and ranks.rank() == 0:
         for part in found:
-            known = _twinned(part, wish)
-            foreign.append((part, strangers(part, known.twin)))
-            if ranks.rank() == 0:
-                proofs.append(_proved(known))
-                if proofs[-1].refusal is not None:
-                    raise NotImplementedError(f"parallelize: {proofs[-1].refusal}")
+            refusal = prove_part(part, wish).refusal
+            if refusal is not None:
+                raise NotImplementedError(f"parallelize: {refusal}")
     configs = repr([_settings(part.config) for part in found])
     agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
     if wish is False:
         return SKIPPED
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
-    for part, others in foreign:
-        if others:
-            _look_at(part, others)
-            said += f"; isolation and order on the model itself, for {others[0]}"
+    looked_at = [other for part in found for other in look_at(part, wish)]
+    if looked_at:
+        said += f"; isolation and order on the model itself, for {looked_at[0]}"
     return said
 
 
 def prove_part(part: Any, wish: Any = "auto") -> Proof:
     """The proof of one model of transformers."""
     return _proved(_twinned(part, wish))
+
+
+def look_at(part: Any, wish: Any = "auto") -> list[Part]:
+    """Isolation and order on the model itself, where it has modules that its twin does not
+    have; returns those. Under fully_shard every rank takes part."""
+    from longspan import _proving
+
+    others = strangers(part, _twinned(part, wish).twin)
+    if not others:
+        return []
+    if any(p.device.type == "meta" for p in part.parameters()):
+        raise NotImplementedError(
+            f"parallelize: {others[0]} is not what {kind_of(part).__name__} is made of, and "
+            f"without weights (on the meta device) it cannot be looked at; parallelize once it "
+            f"has them"
+        )
+    try:
+        _proving.check_model_itself(part)
+    except _proving.Refused as error:
+        raise NotImplementedError(f"parallelize: {error}") from None
+    return others
 
 
 def check_version() -> None:
@@ -142,22 +157,6 @@ def _proved(known: _Known) -> Proof:
             taken = time.monotonic() - begin
             known.proof = Proof(type(known.twin).__name__, tuple(shown), refusal, taken)
     return known.proof
-
-
-def _look_at(part: Any, others: list[Part]) -> None:
-    """Isolation and order on a model with modules that its twin does not have."""
-    from longspan import _proving
-
-    if any(p.device.type == "meta" for p in part.parameters()):
-        raise NotImplementedError(
-            f"parallelize: {others[0]} is not what {kind_of(part).__name__} is made of, and "
-            f"without weights (on the meta device) it cannot be looked at; parallelize once it "
-            f"has them"
-        )
-    try:
-        _proving.check_model_itself(part)
-    except _proving.Refused as error:
-        raise NotImplementedError(f"parallelize: {error}") from None
 
 
 def _settings(config: Any) -> str:

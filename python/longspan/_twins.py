@@ -199,7 +199,7 @@ def _take_over(model: nn.Module, twin: nn.Module, stack: str, layers: Sequence[i
         if issubclass(kind, type(mine)) and vars(module).keys() - {"forward"} == vars(mine).keys():
             mine.__class__ = kind
             if isinstance(own, types.MethodType) and own.__self__ is module:
-                mine.forward = types.MethodType(own.__func__, mine)  # type: ignore[method-assign]
+                mine.forward = types.MethodType(own.__func__, mine)
 
 
 def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
@@ -217,7 +217,7 @@ def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
     )
     if stack is None or every == 0:
         return "", [range(min(every, 2)), range(every)]
-    kinds = [parts_of(layer) for layer in model.get_submodule(stack)]  # type: ignore[union-attr]
+    kinds = [parts_of(layer) for layer in model.get_submodule(stack).children()]
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
     prefix = range(max(max(first.values()) + 1, min(every, 2)))
     some = sorted({*first.values(), *range(min(every, 2 if len(first) == 1 else 0))})

@@ -191,8 +191,8 @@ def families() -> list[Family]:
 
 #: Of every kind of answer some, in `make test`.
 SAMPLE = (
-    *("afmoe", "apertus", "bert", "camembert", "deepseek_v2", "ernie4_5_moe", "gemma3n_text"),
-    *("granitemoe_swa", "gpt_neox", "gptj", "hrm_text", "jetmoe", "laguna", "llama, dynamic"),
+    *("afmoe", "apertus", "bert", "camembert", "deepseek_v2", "ernie4_5_moe", "exaone4"),
+    *("granitemoe_swa", "gpt_neox", "gptj", "helium", "jetmoe", "laguna", "llama, dynamic"),
     *("llama4_text, full layers", "mamba", "mllama", "modernbert-decoder", "moshi, window"),
     *("nemotron", "opt", "qwen3_next", "smollm3", "xlm-roberta", "youtu"),
 )

@@ -19,8 +19,9 @@ from longspan import Group, run_ranks
 from sweep.families import Family, made
 
 #: Of the largest value, in logits and in every gradient: norms, rotary tables and
-#: routers of many families are float32 inside. What is wrong is off by 1e-2.
-TOLERANCE = 1e-5
+#: routers of many families are float32 inside, and the one scale of all hidden states of HY v4
+#: is off by 1.2e-5. What is wrong is off by 1e-2.
+TOLERANCE = 3e-5
 #: Sliding layers see five keys, and rows have two documents at least.
 CASES: dict[str, Case] = {
     "packed": packed([6, 8, 9], [21, 2]),
