@@ -15,7 +15,7 @@ from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
-from longspan._local_batch import LocalBatch
+from longspan._local_batch import LocalBatch, real_tokens
 from longspan._model_batch import check_group
 from longspan._models import (
     AttentionLayer,
@@ -240,12 +240,10 @@ def _selected_pairs(cut: _C.Cut, slots: int) -> int:
     """Keys of this rank's queries: all before in the document, or so many."""
     mine = cut.ownership.tokens_of(cut.rank)
     pairs = 0
-    for packing in cut.packings:
+    for packing, real in zip(cut.packings, real_tokens(cut), strict=True):
         begins = _C.cumulative_padded_lengths(packing)[:-1].to(mine.dtype)
-        document = torch.searchsorted(begins, mine, right=True) - 1
-        inside = mine - begins[document.clamp(min=0)]
-        real = inside < _C.cumulative_lengths(packing).diff().to(mine.dtype)[document]
-        pairs += int((inside + 1).clamp(max=slots)[real].sum())
+        document = torch.searchsorted(begins, mine[real], right=True) - 1
+        pairs += int((mine[real] - begins[document] + 1).clamp(max=slots).sum())
     return pairs
 
 

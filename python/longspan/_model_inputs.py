@@ -40,11 +40,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "longspan.unshard(out.logits, local)",
     ),
     "num_logits_to_keep": (_asked, "every rank would keep the last tokens of its own share"),
-    "output_router_logits": (
-        _asked,
-        "adds a router loss over the tokens at hand, which is not a sum over ranks; set it to "
-        "False",
-    ),
 }
 
 

@@ -8,7 +8,8 @@ loss = model(**local).loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,8 +77,10 @@ class Parallelized:
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
-    #: Called by `restore` before.
-    before_restore: list[Callable[[], None]] = field(default_factory=list)
+    #: Configurations that got a copy: (the user's, ours, ours as it was made).
+    configs: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
+    #: Looks at calls before they are made: (module, function, handle).
+    hooks: list[tuple[torch.nn.Module, Callable[..., None], Any]] = field(default_factory=list)
 
     @property
     def windows(self) -> list[int | None]:
@@ -89,17 +92,43 @@ class Parallelized:
         self.undo.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         vars(owner)[attribute] = value
 
+    def look_before(self, module: torch.nn.Module, function: Callable[..., None]) -> None:
+        """Calls it with the arguments of every call of one instance."""
+        handle = module.register_forward_pre_hook(function, with_kwargs=True)
+        self.hooks.append((module, function, handle))
+
     def put_back(self) -> None:
-        """Undoes every `replace`, the last one first."""
-        for call in self.before_restore:
-            call()
-        self.before_restore.clear()
+        """Undoes it all, the last change first; edits of our configurations are kept."""
+        for _, _, handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        for original, ours, before in self.configs:
+            keep_edits(ours, original, before)
         while self.undo:
             owner, attribute, value = self.undo.pop()
             if value is _ABSENT:
                 vars(owner).pop(attribute, None)
             else:
                 vars(owner)[attribute] = value
+
+    @contextlib.contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """The plain model inside, then everything as it was: the same objects, so that
+        what was compiled stays valid."""
+        replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in self.undo]
+        hooks = [(module, function) for module, function, _ in self.hooks]
+        self.put_back()
+        plain = [vars(original).copy() for original, _, _ in self.configs]
+        try:
+            yield
+        finally:
+            for (original, ours, before), then in zip(self.configs, plain, strict=True):
+                keep_edits(original, ours, then)
+                before.update(vars(ours))
+            for owner, name, value in replaced:
+                self.replace(owner, name, value)
+            for module, function in hooks:
+                self.look_before(module, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -114,6 +143,16 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+
+def keep_edits(edited: Any, kept: Any, before: dict[str, Any]) -> None:
+    """Writes what changed in one configuration since `before` into another, but for which
+    attention it names."""
+    for key, value in vars(edited).items():
+        if key != "_attn_implementation_internal" and (
+            key not in before or (before[key] is not value and before[key] != value)
+        ):
+            vars(kept)[key] = value
 
 
 def masks_for(cut: _C.Cut, window: int | None) -> list[_C.Mask]:
@@ -299,6 +338,15 @@ def restore(model: Model) -> Model:
     return model
 
 
+@contextlib.contextmanager
+def paused(model: Model) -> Iterator[Model]:
+    """The plain model inside a ``with`` block, for evaluation on one rank and for
+    `generate`; after it the model is parallelized as before, also after an exception."""
+    check_kind("paused", "model", model, torch.nn.Module, "a torch.nn.Module")
+    with state_of("paused", model).put_aside():
+        yield model
+
+
 def state_of(who: str, model: Any) -> Parallelized:
     """What `parallelize` noted about a model, also through wrappers."""
     state = find_state(model) if isinstance(model, torch.nn.Module) else None
@@ -331,7 +379,7 @@ def check_layout(who: str, layout: Any, ranks: int) -> None:
 def _refuse_to_generate(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "generate: this model is parallelized, and generation decodes token by token on one "
-        "rank; call longspan.restore(model) first"
+        "rank; call it inside `with longspan.paused(model):`, or longspan.restore(model) first"
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longspan import _routers
 from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
@@ -194,17 +195,14 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
             made: Any = copy.deepcopy(config, copies)
             made._attn_implementation_internal = _NAME
             ours[id(config)] = made
-            state.before_restore.append(
-                functools.partial(_keep_edits, config, made, vars(made).copy())
-            )
+            state.configs.append((config, made, vars(made).copy()))
         state.replace(module, "config", ours[id(config)])
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
-        look = functools.partial(_look_for_mask, bool(state.masks))
-        handle = part.register_forward_pre_hook(look, with_kwargs=True)
-        state.before_restore.append(handle.remove)
+        state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
+        _routers.redirect(part, state)
 
 
 def _look_for_mask(
@@ -236,21 +234,12 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
         )
 
 
-def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:
-    """Writes edits of our copy back into the configuration that it was made from."""
-    for key, value in vars(ours).items():
-        if key != "_attn_implementation_internal" and (
-            key not in before or (before[key] is not value and before[key] != value)
-        ):
-            vars(original)[key] = value
-
-
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
     if isinstance(batch, Mapping):
         check_inputs("shard", batch)
+    _routers.check_batch(model, list(_pretrained(model)), batch)
     for part in _pretrained(model):
-        _check_router("shard", part)
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
@@ -309,15 +298,7 @@ def _check_model(part: PreTrainedModel) -> None:
             f"parallelize: {name} does not look its attention up by name "
             f"(_supports_attention_backend is not set), so it cannot be redirected"
         )
-    _check_router("parallelize", part)
-
-
-def _check_router(who: str, part: PreTrainedModel) -> None:
-    if getattr(part.config, "output_router_logits", False):
-        raise NotImplementedError(
-            f"{who}: {type(part).__name__} adds a router loss over the tokens at hand "
-            f"(output_router_logits), which is not a sum over ranks; set it to False"
-        )
+    _routers.check_model(part)
 
 
 def _check_rotation(part: PreTrainedModel) -> None:

@@ -361,12 +361,6 @@ def _tiny(name: str, config: str, **options: Any) -> Any:
     return getattr(transformers, name)(made)
 
 
-def _router_loss() -> Any:
-    model = decoder("mixtral")
-    model.config.output_router_logits = True
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -400,9 +394,8 @@ def _router_loss() -> Any:
             NotImplementedError,
             "makes one answer from tokens of a whole row",
         ),
-        (_router_loss, NotImplementedError, "adds a router loss over the tokens at hand"),
     ],
-    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "answers", "router"],
+    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "answers"],
 )  # fmt: skip
 def test_models_that_cannot_be_cut(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

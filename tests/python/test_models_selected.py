@@ -124,7 +124,7 @@ def test_a_refused_model_stays_as_it_was() -> None:
 def test_a_selection_that_nobody_made() -> None:
     model = decoder("glm_moe_dsa")
     model.model.layers[0].self_attn.indexer = None
-    with pytest.raises(ValueError, match="'model.layers.0.self_attn' takes over a selection"):
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn' takes over a selection"):
         longspan.parallelize(model)
 
 
@@ -132,7 +132,7 @@ def test_seams_that_are_taken() -> None:
     model = decoder("deepseek_v32")
     attention = model.model.layers[1].self_attn
     attention.expand_kv = attention.expand_kv
-    with pytest.raises(NotImplementedError, match="`expand_kv` of 'model.layers.1.self_attn'"):
+    with pytest.raises(NotImplementedError, match=r"`expand_kv` of 'model.layers.1.self_attn'"):
         longspan.parallelize(model)
 
 
@@ -144,7 +144,9 @@ def test_without_a_sharded_batch() -> None:
 
 def test_dropout_is_refused() -> None:
     model = longspan.parallelize(decoder("glm_moe_dsa", attention_dropout=0.1)).train()
-    with pytest.raises(NotImplementedError, match="GlmMoeDsaAttention: drops 0.1 of its attention"):
+    with pytest.raises(
+        NotImplementedError, match=r"GlmMoeDsaAttention: drops 0.1 of its attention"
+    ):
         model(**longspan.shard(packed([7, 5]).batch, model=model))
 
 
@@ -157,7 +159,7 @@ def test_adapters_that_cannot_be_absorbed() -> None:
 
     model = longspan.parallelize(adapted(lora_dropout=0.5)).train()
     local = longspan.shard(packed([7, 5]).batch, model=model)
-    with pytest.raises(NotImplementedError, match="kv_b_proj: an adapter drops 0.5"):
+    with pytest.raises(NotImplementedError, match=r"kv_b_proj: an adapter drops 0.5"):
         model(**local)
     assert model.eval()(**local).loss.isfinite()
     with pytest.raises(NotImplementedError, match=r"self_attn.kv_b_proj' has a bias"):

@@ -145,7 +145,7 @@ class _Neighbour(nn.Module):
 def test_a_refused_model_is_as_it_was(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     if why == "static":
-        model.config.output_router_logits = True
+        model.config.is_encoder_decoder = True
     elif why == "proof":
         mlp = model.model.layers[0].mlp
         mlp.forward = types.MethodType(lambda self, x: x.roll(1, 1), mlp)
@@ -378,13 +378,13 @@ def test_one_rank_that_refuses_for_itself() -> None:
     def body(group: Group) -> str:
         model = fresh() if group.rank() else decoder("llama")
         if group.rank():
-            model.config.output_router_logits = True
+            model.config.is_encoder_decoder = True
         with pytest.raises((NotImplementedError, ValueError)) as raised:
             longspan.parallelize(model, group)
         return str(raised.value)
 
     first, second = run_ranks(2, body)
-    assert second in first and "adds a router loss" in second
+    assert second in first and "has an encoder; give a decoder" in second
 
 
 # ---- What a rank cannot answer.
@@ -396,26 +396,18 @@ def test_one_rank_that_refuses_for_itself() -> None:
         ("use_cache", True, "a cache holds the keys of whole rows"),
         ("past_key_values", (), "a cache holds the keys of whole rows"),
         ("logits_to_keep", 1, "every rank would keep the last tokens of its own share; take them"),
-        ("output_router_logits", True, "adds a router loss over the tokens at hand"),
         ("cross_attention_states", torch.ones(1, 7, 32), "attends to states that are no tokens"),
         ("encoder_hidden_states", torch.ones(1, 7, 32), "attends to states that are no tokens"),
     ],
 )
 def test_what_a_rank_cannot_answer(key: str, value: Any, message: str) -> None:
-    model = longspan.parallelize(decoder("mixtral"))
+    model = longspan.parallelize(decoder("llama"))
     batch = {"input_ids": packed([7]).ids}
     with pytest.raises(NotImplementedError, match=f"shard: got `{key}`: {message}"):
         longspan.shard({**batch, key: value}, model=model)
     local = longspan.shard({**batch, "logits_to_keep": 0, "use_cache": False}, model=model)
-    with pytest.raises(NotImplementedError, match=f"MixtralForCausalLM: got `{key}`: {message}"):
+    with pytest.raises(NotImplementedError, match=f"LlamaForCausalLM: got `{key}`: {message}"):
         model(**(local | {key: value}))
-
-
-def test_router_logits_asked_for_afterwards() -> None:
-    model = longspan.parallelize(decoder("mixtral"))
-    model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="shard: MixtralForCausalLM adds a router loss"):
-        longspan.shard(packed([7]).batch, model=model)
 
 
 def test_image_states_of_mllama() -> None:
