@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from longspan._models import LocalAttention, Parallelized, parallelize, set_up, 
 from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
 from longspan._strategy import Strategy
-from longspan._tracing import Blame, Pairing, Trace, differences, guilty, traced
+from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
 from longspan._transformers import attention_layers, first_position
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
@@ -105,7 +106,7 @@ def check_model_itself(model: Any) -> list[str]:
     set_up(model, state)
     try:
         model.eval()
-        return check_apart(model, max(_TOLERANCE, 4 * eps))
+        return check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
     finally:
         state.put_back()
         for module, training in modes:
@@ -120,9 +121,10 @@ def _parallel(twin: Any, group: Group | None = None) -> Any:
 # ---- Tokens one by one.
 
 
-def check_apart(model: Any, tolerance: float) -> list[str]:
+def check_apart(model: Any, tolerance: float, *, watched: bool = False) -> list[str]:
     """*Isolation* and *order*, on a model that is parallelized over one rank: returns what
-    was shown, or raises Refused."""
+    was shown, or raises Refused. Unless `watched`, modules are looked at only where the
+    answer of the whole model is another."""
     # For what is inside these a recipe answers; indices of selected keys, say, are places.
     spare = [name for name, _, _ in recipes_in(model)]
     base = _Call.of(model, TOKENS, 1)
@@ -135,9 +137,8 @@ def check_apart(model: Any, tolerance: float) -> list[str]:
         ids[0, changed] = torch.where(
             other[0, changed] == ids[0, changed], ordinary_ids(model)[0], other[0, changed]
         )
-        blame = guilty(
-            first, _apart(model, _Call(ids, base.positions)), same, apart=True, spare=spare
-        )
+        second = _apart(model, _Call(ids, base.positions))
+        blame = first.blame(second, same, apart=True, spare=spare, watched=watched)
         if blame is not None:
             raise Refused(
                 f"{blame} mixes tokens outside attention: when {_tokens(changed)} changed, its "
@@ -147,7 +148,7 @@ def check_apart(model: Any, tolerance: float) -> list[str]:
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(4))
     again = _apart(model, _Call(base.ids[:, order], base.positions[:, order]))
     moved = Pairing(TOKENS, TOKENS, order, torch.arange(TOKENS), tolerance)
-    blame = guilty(first, again, moved, apart=True, spare=spare)
+    blame = first.blame(again, moved, apart=True, spare=spare, watched=watched)
     if blame is not None:
         raise Refused(
             f"{blame} goes by the place of a token in the call and not by its position_ids: when "
@@ -158,7 +159,49 @@ def check_apart(model: Any, tolerance: float) -> list[str]:
     return ["isolation", "order"]
 
 
-def _apart(model: Any, call: _Call) -> Trace:
+class _Run:
+    """A forward pass without gradients: from outside, or with every module watched. Each is
+    done once, when it is asked for."""
+
+    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
+        self._model = model
+        self._given = given
+
+    @functools.cached_property
+    def outside(self) -> Trace:
+        """The call of the whole model alone."""
+        try:
+            with torch.no_grad():
+                out = self._model(**self._given)
+        except Exception:
+            self.inside  # noqa: B018  (raises, with the name of the module)
+            raise
+        inputs = {k: v for k, v in self._given.items() if isinstance(v, Tensor)}
+        rows = {"rows": _rows(self._model, out).detach()}
+        return Trace([Call("", type(self._model).__name__, inputs, rows)])
+
+    @functools.cached_property
+    def inside(self) -> Trace:
+        with torch.no_grad():
+            return _traced(self._model, self._given)
+
+    def blame(
+        self,
+        other: _Run,
+        pairing: Pairing,
+        *,
+        apart: bool,
+        spare: Sequence[str] = (),
+        watched: bool = False,
+    ) -> Blame | None:
+        """Who is to blame where two runs differ: a module, or else the whole model."""
+        whole = guilty(self.outside, other.outside, pairing, apart=apart)
+        if whole is None and not watched:
+            return None
+        return guilty(self.inside, other.inside, pairing, apart=apart, spare=spare) or whole
+
+
+def _apart(model: Any, call: _Call) -> _Run:
     """One forward pass in which every token is a document."""
     batch = {
         "input_ids": call.ids,
@@ -170,8 +213,7 @@ def _apart(model: Any, call: _Call) -> Trace:
     local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.windows)
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
-    with torch.no_grad():
-        return _traced(model, given)
+    return _Run(model, given)
 
 
 def _share(model: Any, batch: Mapping[str, Any]) -> LocalBatch:
@@ -218,35 +260,24 @@ def _tokens(tokens: Any) -> str:
 def check_numbering(twin: Any, first: int) -> list[str]:
     """*Numbering*: without `position_ids` a model counts as `shard` does."""
     call = _Call.of(twin, TOKENS, 5)
-    with torch.no_grad(), traced(twin) as plain:
-        twin(input_ids=call.ids, use_cache=False)
-    with torch.no_grad(), traced(twin) as numbered:
-        try:
-            twin(input_ids=call.ids, position_ids=call.positions + first, use_cache=False)
-        except TypeError as error:
-            raise Refused(
-                f"{type(twin).__name__} takes no position_ids, so it numbers the tokens of "
-                f"every rank from the start"
-            ) from error
-    blame = guilty(plain, numbered, Pairing.same(TOKENS, _TOLERANCE), apart=False)
-    blame = blame or _of_outputs(plain, numbered, _TOLERANCE)
+    given = {"input_ids": call.ids, "use_cache": False}
+    plain = _Run(twin, given)
+    numbered = _Run(twin, {**given, "position_ids": call.positions + first})
+    try:
+        blame = plain.blame(numbered, Pairing.same(TOKENS, _TOLERANCE), apart=False)
+    except Refused as error:
+        if not isinstance(error.__cause__, TypeError) or "position_ids" not in str(error):
+            raise
+        raise Refused(
+            f"{type(twin).__name__} takes no position_ids, so it numbers the tokens of every rank "
+            f"from the start"
+        ) from error
     if blame is not None:
         raise Refused(
             f"{blame} does not number tokens as position_ids {first}, {first + 1}, ... do: without "
             f"position_ids its output is another by {blame.by:.0e}"
         )
     return ["numbering"]
-
-
-def _of_outputs(one: Trace, two: Trace, tolerance: float) -> Blame | None:
-    """The whole model, where its outputs differ and no module alone is to blame."""
-    last = None
-    for call, _, after in differences(one, two, Pairing.same(TOKENS, tolerance)):
-        last = (call, after) if call.name == "" else last
-    if last is None or not bool((last[1] > tolerance).any()):
-        return None
-    moved = (last[1] > tolerance).nonzero().flatten().tolist()
-    return Blame("", last[0].kind, tuple(moved), float(last[1].max()))
 
 
 # ---- The ruler.
@@ -387,23 +418,27 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(plain: _Answer, ours: _Answer, blame: Callable[[], Blame | None], where: str) -> None:
+    """Refused where one answer is another than the plain model's."""
     size = float(plain.logits.abs().max()) or 1.0
     off = float((plain.logits - ours.logits).abs().max()) / size
-    name = "logits"
-    if off <= _TOLERANCE:
-        largest = max((float(g.abs().max()) for g in plain.gradients.values()), default=1.0)
-        for key, gradient in plain.gradients.items():
-            other = ours.gradients.get(key, torch.zeros_like(gradient))
-            least = max(float(gradient.abs().max()), 1e-4 * largest)
-            error = float((other - gradient).abs().max()) / least
-            if not error <= _GRADIENTS:
-                raise Refused(
-                    f"'{key}' gets another gradient {where} than in the plain model, by {error:.0e}"
-                )
-        return
-    found = blame()
-    who = "the whole model" if found is None else str(found)
-    raise Refused(f"{who} gives another answer {where} than the plain model: {name} by {off:.0e}")
+    if not off <= _TOLERANCE:
+        found = blame()
+        who = "the whole model" if found is None else str(found)
+        raise Refused(f"{who} gives another answer {where} than the plain model, by {off:.0e}")
+    largest = max((float(g.abs().max()) for g in plain.gradients.values()), default=1.0)
+    wrong = {}
+    for key, gradient in plain.gradients.items():
+        other = ours.gradients.get(key, torch.zeros_like(gradient))
+        # Of gradients that cancel out nothing but rounding is left.
+        least = max(float(gradient.abs().max()), 1e-4 * largest)
+        error = float((other - gradient).abs().max()) / least
+        if not error <= _GRADIENTS:
+            wrong[key] = error
+    if wrong:
+        nearest, error = list(wrong.items())[-1]  # gradients come from the end
+        raise Refused(
+            f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
+        )
 
 
 def _blame_one_rank(twin: Any) -> Blame | None:

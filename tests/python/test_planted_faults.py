@@ -223,6 +223,15 @@ class _RolledKeys(llama.LlamaAttention):
             self._modules["k_proj"] = kept
 
 
+class _CutOff(llama.LlamaAttention):
+    """Over ranks it has no gradient for what it takes."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, **options: Any) -> Any:
+        if options.get("longspan") is not None:
+            hidden_states = hidden_states.detach()
+        return super().forward(hidden_states, position_embeddings, **options)
+
+
 class _Deaf(llama.LlamaAttention):
     """Hands no keywords on."""
 
@@ -324,3 +333,12 @@ def test_a_planted_module_is_named(name: str) -> None:
         dict.fromkeys(before, True)
     )
     assert not any("_longspan" in vars(module) for module in model.modules())
+
+
+def test_a_gradient_that_is_lost_is_named() -> None:
+    """The answer is right, and what it learns is not."""
+    model = _model("llama")
+    _replaced(ATTENTION, _CutOff)(model)
+    message = r"'model\.layers\.[01]\.\S+' gets another gradient over one rank than in the plain"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)

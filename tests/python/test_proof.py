@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from oracle.tiny_decoders import decoder, packed
+from processes import outputs_of, start_ranks
 
 from longspan import _admission, _model_inputs
 from longspan.proof import prove
@@ -240,6 +241,16 @@ def test_adapters_are_known() -> None:
     longspan.parallelize(model)
     said = longspan.explain(model, packed([7]).batch).proof
     assert said == "LlamaForCausalLM: isolation, order, numbering and ruler hold on a twin"
+
+
+@pytest.mark.slow
+def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
+    processes = start_ranks("proof_two_ranks.py", 2)
+    outputs = outputs_of(processes, timeout=200)
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    for output in outputs:
+        lines = output.splitlines()
+        assert all(name in lines for name in ("harmless", "named", "sharded afterwards"))
 
 
 # ---- What cannot be twinned.
