@@ -231,19 +231,24 @@ def _traced(model: Any, arguments: Mapping[str, Any]) -> Trace:
         try:
             model(**arguments)
         except Exception as error:
-            raise Refused(_stumbled(trace, error)) from error
+            raise Refused(_stumbled(trace, error, KEYWORD in arguments)) from error
     return trace
 
 
-def _stumbled(trace: Trace, error: Exception) -> str:
+def _stumbled(trace: Trace, error: Exception, cut: bool) -> str:
     who = str(trace.open[-1]) if trace.open else "the model"
     if isinstance(error, NotSharded):
         return (
             f"{who} is not handed the keyword arguments of the model's call, so it cannot be told "
             f"which tokens of the batch it has"
         )
-    said = " ".join(str(error).split())
-    return f"{who} does not run on a cut batch: {type(error).__name__}: {said}"
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if not cut:
+        return (
+            f"{who} does not run in a twin, cut or not: {said}; pass proof=... a small model of "
+            f"the same classes on the CPU, or proof=False to go without"
+        )
+    return f"{who} does not run on a cut batch: {said}"
 
 
 def _tokens(tokens: Any) -> str:

@@ -19,7 +19,7 @@ _WIDTH = _HEADS * _HEAD_DIM
 #: What stands for which number of which name; the first that fits counts. Where a model
 #: has less than that already, it keeps what it has.
 _SIZES: tuple[tuple[str, int], ...] = (
-    (r"num_key_value_heads|num_kv_heads|n_head_kv|num_\w+_key_value_heads", 2),
+    (r"num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|num_\w+_key_value_heads", 2),
     (r"\w*attention_heads\w*|num_heads|n_heads?", _HEADS),
     (r"global_head_dim", 2 * _HEAD_DIM),
     (r"head_dim|qk_nope_head_dim|v_head_dim|\w+_head_dim|kv_channels|d_kv|attention_head_size", 16),
@@ -58,13 +58,14 @@ def shrunk(config: Any, layers: Sequence[int]) -> Any:
 
 
 def depth(config: Any) -> int:
-    """How many layers it asks for."""
+    """How many layers it asks for; those of its text where it has several parts."""
     found = [
         value
         for key, value in vars(config).items()
         if isinstance(value, int) and re.fullmatch(_LAYERS, key)
     ]
-    return max(found, default=0)
+    text = vars(config).get("text_config")
+    return max(found, default=0) if found or text is None else depth(text)
 
 
 def _shrink(config: Any, every: int, layers: Sequence[int]) -> None:

@@ -39,6 +39,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _BOTH}
     },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "dots1": {
         **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
         **{"n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -217,14 +218,15 @@ def config_of(family: Family) -> Any:
 def _enough(config: Any, least: int) -> int:
     """Layers until every kind was there."""
     every = depth(config)
+    text = getattr(config, "text_config", config)
     lists = [
         value
-        for value in vars(config).values()
+        for value in vars(text).values()
         if isinstance(value, (list, tuple)) and len(value) == every > 0
     ]
     kinds = list(zip(*lists, strict=True)) if lists else []
     covered = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds))
-    threshold = getattr(config, "first_k_dense_replace", None)
+    threshold = getattr(text, "first_k_dense_replace", None)
     covered = max(covered, threshold + 1 if isinstance(threshold, int) else 0)
     return min(every, max(covered, least, 2))
 
