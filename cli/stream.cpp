@@ -118,6 +118,14 @@ Ownership ownership_of(const Packing& packing,
   }
 }
 
+GroupReach group_reach_named(const std::string& name) {
+  require(name == "whole-group" || name == "within-window",
+          "--group-reach is '", name,
+          "'; expected whole-group or within-window");
+  return name == "whole-group" ? GroupReach::whole_group
+                               : GroupReach::within_window;
+}
+
 Mask mask_of(const StreamArguments& arguments, const Packing& packing) {
   const std::string name = arguments.mask.value_or("causal");
   const auto only_with = [&](const std::optional<std::string>& text,
@@ -142,9 +150,18 @@ Mask mask_of(const StreamArguments& arguments, const Packing& packing) {
       : name == "sliding"
           ? Mask::sliding(packing, number("--window", *arguments.window))
           : Mask::compressed(packing, number("--ratio", *arguments.ratio));
-  if (!arguments.prefix) return mask;
-  return mask.with_prefix(
-      number_list("--prefix", *arguments.prefix, 0, kMostDrawnTokens));
+  if (arguments.prefix) {
+    mask = mask.with_prefix(
+        number_list("--prefix", *arguments.prefix, 0, kMostDrawnTokens));
+  }
+  if (arguments.groups) {
+    mask = mask.with_groups(
+        range_list("--groups", *arguments.groups, kMostDrawnTokens));
+  }
+  if (arguments.group_reach) {
+    mask = mask.with_group_reach(group_reach_named(*arguments.group_reach));
+  }
+  return mask;
 }
 
 }  // namespace
@@ -175,6 +192,14 @@ void add_stream(CLI::App& command, StreamArguments& arguments) {
            "Leading tokens of each document that see each other both ways "
            "(prefix LM)",
            "LIST");
+  add_text(command, "--groups", arguments.groups,
+           "Tokens that see each other both ways (an image): begin-end, as in "
+           "3-9,12-20",
+           "LIST");
+  add_text(command, "--group-reach", arguments.group_reach,
+           "whole-group (default), or within-window: no further back than the "
+           "window goes",
+           "NAME");
 }
 
 Stream stream_of(const StreamArguments& arguments) {

@@ -17,7 +17,7 @@ namespace longspan::cli {
 struct StreamArguments {
   using Text = std::optional<std::string>;
   Text tokens, documents, ranks, layout, sizes;
-  Text mask, window, ratio, prefix;
+  Text mask, window, ratio, prefix, groups, group_reach;
   Text compare;  ///< a second layout; not every command offers it
   bool pad = false;
 };

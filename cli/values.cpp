@@ -87,6 +87,21 @@ std::vector<std::string> word_list(const std::string& flag,
   return entries(flag, text, "ring,needed");
 }
 
+std::vector<TokenRange> range_list(const std::string& flag,
+                                   const std::string& text, int64_t most) {
+  std::vector<TokenRange> ranges;
+  for (const std::string& part : entries(flag, text, "3-9,12-20")) {
+    const std::string entry = join(flag, " entry ", ranges.size());
+    const std::vector<std::string> ends = split(part, '-');
+    if (ends.size() != 2) {
+      refuse(entry, " is ", quoted(part), "; expected begin-end, such as 3-9");
+    }
+    ranges.push_back({whole_number(entry, ends.front(), 0, most),
+                      whole_number(entry, ends.back(), 0, most)});
+  }
+  return ranges;
+}
+
 Packing document_list(const std::string& flag, const std::string& text,
                       int64_t most) {
   std::vector<int64_t> lengths;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "longspan/core/packing.h"
+#include "longspan/core/token_range.h"
 
 namespace longspan::cli {
 
@@ -23,6 +24,11 @@ std::vector<int64_t> number_list(const std::string& flag,
 /// Words separated by commas, at least one.
 std::vector<std::string> word_list(const std::string& flag,
                                    const std::string& text);
+
+/// Ranges of tokens separated by commas, each begin-end with the end left out:
+/// "3-9,12-20".
+std::vector<TokenRange> range_list(const std::string& flag,
+                                   const std::string& text, int64_t most);
 
 /// Documents separated by commas, each a length or length/slot: "5,3/8,0/4".
 Packing document_list(const std::string& flag, const std::string& text,

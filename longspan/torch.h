@@ -9,6 +9,7 @@
 #include "longspan/batch/cut.h"
 #include "longspan/batch/derive.h"
 #include "longspan/batch/documents.h"
+#include "longspan/batch/groups.h"
 #include "longspan/batch/lay_out.h"
 #include "longspan/batch/pack.h"
 #include "longspan/batch/row_batch.h"

@@ -114,6 +114,12 @@ Mask Mask::with_prefix(const std::vector<int64_t>& prefix) const {
   return with_groups(std::move(groups));
 }
 
+Mask Mask::with_group_reach(GroupReach reach) const {
+  Mask mask = *this;
+  mask.group_reach_ = reach;
+  return mask;
+}
+
 Mask Mask::with_pad_queries(PadQueries pad_queries) const {
   Mask mask = *this;
   mask.pad_queries_ = pad_queries;
@@ -187,9 +193,10 @@ bool Mask::allows(int64_t query, int64_t key) const {
   if (packing_.document_of(key) != place.document || !is_visible(key)) {
     return false;
   }
-  const bool in_band =
-      query - key <= band_.before && key - query <= band_.after;
-  return in_band || group_of(query).contains(key);
+  const bool in_window = query - key <= band_.before;
+  if (in_window && key - query <= band_.after) return true;
+  return (in_window || group_reach_ == GroupReach::whole_group) &&
+         group_of(query).contains(key);
 }
 
 std::string Mask::why_not_one_range() const {
@@ -212,7 +219,10 @@ TokenRange Mask::band_of(int64_t query) const {
   TokenRange keys{query - band_.before, query + band_.after + 1};
   const TokenRange group = group_of(query);
   if (!group.empty()) {
-    keys = {std::min(keys.begin, group.begin), std::max(keys.end, group.end)};
+    if (group_reach_ == GroupReach::whole_group) {
+      keys.begin = std::min(keys.begin, group.begin);
+    }
+    keys.end = std::max(keys.end, group.end);
   }
   return intersect(keys, slot);
 }
@@ -325,7 +335,9 @@ void Mask::stretches_in(
       if (rest.begin < grouped.begin) {
         visit({{rest.begin, grouped.begin}, keys, keys.end, keys.begin});
       }
-      visit({grouped, keys, std::clamp(group->begin, keys.begin, keys.end),
+      const int64_t begin_at_most =
+          group_reach_ == GroupReach::whole_group ? group->begin : keys.end;
+      visit({grouped, keys, std::clamp(begin_at_most, keys.begin, keys.end),
              std::clamp(group->end, keys.begin, keys.end)});
       rest.begin = grouped.end;
     }
@@ -434,7 +446,10 @@ std::string Mask::to_string() const {
   if (!hidden_->empty()) {
     text += join(", ", count_tokens(*hidden_), " hidden");
   }
-  if (!groups_->empty()) text += join(", ", groups_->size(), " groups");
+  if (!groups_->empty()) {
+    text += join(", ", groups_->size(), " groups");
+    if (group_reach_ == GroupReach::within_window) text += " within the window";
+  }
   if (pad_queries_ == PadQueries::see_document) text += ", pads see";
   return text + ")";
 }

@@ -20,6 +20,15 @@ struct VisibleKeys;
 /// nothing (then their output is 0 and their log-sum-exp -inf).
 enum class PadQueries { see_nothing, see_document };
 
+/// What the tokens of a group see of it: all of it, or no further back than
+/// their band goes. Keys after the query are seen up to the end of the group
+/// either way, since a window looks back only.
+///   whole_group:   (in the band) or same group
+///   within_window: (not before the band) and (not after the band or same
+///                  group)
+/// They differ where a group is longer than the window.
+enum class GroupReach { whole_group, within_window };
+
 /// How many keys on each side of a query, itself aside, lie in its band.
 struct Band {
   static constexpr int64_t kAll = std::numeric_limits<int64_t>::max() / 4;
@@ -36,7 +45,7 @@ struct Band {
 ///   - the key is not a pad, of the packing or hidden by the caller,
 ///   - the query is not a pad either, unless PadQueries::see_document,
 ///   - and the key lies in the query's band, or both lie in one bidirectional
-///     group.
+///     group, as far as GroupReach lets it see.
 /// A stream of one document is Packing::single(tokens).
 ///
 /// Query and key indices are tokens of the packing. Only a compressed mask has
@@ -76,12 +85,14 @@ class Mask {
   /// both ways (prefix LM).
   Mask with_prefix(const std::vector<int64_t>& prefix) const;
 
+  Mask with_group_reach(GroupReach reach) const;
   Mask with_pad_queries(PadQueries pad_queries) const;
 
   int64_t queries() const { return packing_.tokens(); }
   int64_t keys() const;
   const Packing& packing() const { return packing_; }
   Band band() const { return band_; }
+  GroupReach group_reach() const { return group_reach_; }
   PadQueries pad_queries() const { return pad_queries_; }
 
   /// What with_hidden and with_groups (or with_prefix) added, ascending.
@@ -154,6 +165,7 @@ class Mask {
   Packing packing_;
   Band band_;
   int64_t ratio_ = 0;
+  GroupReach group_reach_ = GroupReach::whole_group;
   PadQueries pad_queries_ = PadQueries::see_nothing;
   std::shared_ptr<const std::vector<TokenRange>> hidden_;
   std::shared_ptr<const std::vector<TokenRange>> groups_;

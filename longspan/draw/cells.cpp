@@ -159,8 +159,12 @@ std::string words_of(const Mask& mask) {
   const Band band = mask.band();
   if (band == Band{}) return "causal";
   if (band == Band{Band::kAll, Band::kAll}) return "full";
-  if (band.after == 0) return join("sliding window of ", band.before + 1);
-  return "banded";
+  const std::string words = band.after == 0
+                                ? join("sliding window of ", band.before + 1)
+                                : std::string("banded");
+  const bool within = mask.group_reach() == GroupReach::within_window;
+  return within && !mask.groups().empty() ? words + ", groups within it"
+                                          : words;
 }
 
 void check_drawable(const Packing& packing, int ranks) {

@@ -13,7 +13,7 @@ namespace {
 
 // "span" and a version: a tensor of anything else is refused by name.
 constexpr int64_t kMark = 0x7370616e;
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 
 class Writer {
  public:
@@ -135,6 +135,7 @@ void write(Writer& out, const Mask& mask) {
   out.number(mask.band().before);
   out.number(mask.band().after);
   out.number(mask.pad_queries() == PadQueries::see_document);
+  out.number(mask.group_reach() == GroupReach::within_window);
   out.ranges(mask.hidden());
   out.ranges(mask.groups());
 }
@@ -147,9 +148,15 @@ Mask read_mask(Reader& in) {
   const int64_t pads_see = in.number();
   check(pads_see == 0 || pads_see == 1, "AttentionLayout: pad queries ",
         pads_see, "; expected 0 or 1");
+  const int64_t within = in.number();
+  check(within == 0 || within == 1,
+        "AttentionLayout: groups within the window ", within,
+        "; expected 0 or 1");
   Mask mask = Mask::banded(packing, band)
                   .with_pad_queries(pads_see != 0 ? PadQueries::see_document
-                                                  : PadQueries::see_nothing);
+                                                  : PadQueries::see_nothing)
+                  .with_group_reach(within != 0 ? GroupReach::within_window
+                                                : GroupReach::whole_group);
   const auto hidden = in.ranges();
   if (!hidden.empty()) mask = mask.with_hidden(hidden);
   auto groups = in.ranges();

@@ -5,6 +5,7 @@
 
 #include "longspan/batch/cut.h"
 #include "longspan/batch/derive.h"
+#include "longspan/batch/groups.h"
 #include "longspan/batch/lay_out.h"
 #include "longspan/batch/pack.h"
 #include "longspan/batch/row_batch.h"
@@ -221,6 +222,8 @@ void bind_batches(py::module_& m) {
         return pair_of(lay_out(batch, ownership, form_named("shard", form)));
       },
       py::arg("batch"), py::arg("ownership"), py::arg("form"));
+  m.def("groups_of", &groups_of, py::arg("batch"), py::arg("key"),
+        py::arg("kinds"));
   m.def("shard", &shard, py::arg("batch"), py::arg("ownership"),
         py::arg("rank"), NoGil());
   m.def(

@@ -225,6 +225,25 @@ std::string name_of(Coverage coverage) {
   throw InternalError("a Coverage without a name");
 }
 
+const char* name_of(GroupReach reach) {
+  switch (reach) {
+    case GroupReach::whole_group:
+      return "whole_group";
+    case GroupReach::within_window:
+      return "within_window";
+  }
+  throw InternalError("a GroupReach without a name");
+}
+
+GroupReach group_reach_named(const std::string& name) {
+  for (auto reach : {GroupReach::whole_group, GroupReach::within_window}) {
+    if (name == name_of(reach)) return reach;
+  }
+  throw std::invalid_argument(
+      join("Mask: a group reach of '", name,
+           "'; expected 'whole_group' or 'within_window'"));
+}
+
 void bind_layouts(py::module_& m) {
   py::class_<NamedLayout>(m, "NamedLayout",
                           "A way to cut batches that has a name.")
@@ -272,6 +291,14 @@ void bind_mask(py::module_& m) {
       .def("with_groups", &Mask::with_groups, py::arg("groups"))
       .def("with_prefix", &Mask::with_prefix, py::arg("prefix"))
       .def(
+          "with_group_reach",
+          [](const Mask& mask, const std::string& reach) {
+            return mask.with_group_reach(group_reach_named(reach));
+          },
+          py::arg("reach"),
+          "What tokens of a group see of it: 'whole_group', or no further back "
+          "than their window goes ('within_window').")
+      .def(
           "with_seeing_pads",
           [](const Mask& mask) {
             return mask.with_pad_queries(PadQueries::see_document);
@@ -280,6 +307,9 @@ void bind_mask(py::module_& m) {
       .def_property_readonly("queries", &Mask::queries)
       .def_property_readonly("keys", &Mask::keys)
       .def_property_readonly("packing", &Mask::packing)
+      .def_property_readonly(
+          "group_reach",
+          [](const Mask& mask) { return name_of(mask.group_reach()); })
       .def_property_readonly("is_one_range", &Mask::is_one_range)
       .def("allows", &Mask::allows, py::arg("query"), py::arg("key"))
       .def("keys_of", &Mask::keys_of, py::arg("query"))
@@ -297,7 +327,8 @@ void bind_mask(py::module_& m) {
             return py::make_tuple(
                 mask.packing(), mask.band().before, mask.band().after,
                 mask.ratio(), mask.hidden(), mask.groups(),
-                mask.pad_queries() == PadQueries::see_document);
+                mask.pad_queries() == PadQueries::see_document,
+                name_of(mask.group_reach()));
           },
           from_state("Mask",
                      [](const py::tuple& state) {
@@ -313,9 +344,12 @@ void bind_mask(py::module_& m) {
                          mask = mask.with_hidden(state[4].cast<Ranges>())
                                     .with_groups(state[5].cast<Ranges>());
                        }
-                       return mask.with_pad_queries(
-                           state[6].cast<bool>() ? PadQueries::see_document
-                                                 : PadQueries::see_nothing);
+                       return mask
+                           .with_pad_queries(state[6].cast<bool>()
+                                                 ? PadQueries::see_document
+                                                 : PadQueries::see_nothing)
+                           .with_group_reach(
+                               group_reach_named(state[7].cast<std::string>()));
                      })))
       .def("__repr__", &Mask::to_string);
 }

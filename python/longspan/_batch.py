@@ -184,7 +184,7 @@ def shard_chunks(
         with speaking_as(who, "chunks"):
             parts = _C.chunks(rows, num_chunks)
         return [
-            _cut(who, batch, part, others, place, agreement, layout, form, multiple, {})
+            _cut(who, batch, part, others, place, agreement, layout, form, multiple, {})[0]
             for part in parts
         ]
 
@@ -407,15 +407,19 @@ def share(
     if layout is None:
         layout = "head-tail" if state is None else state.layout
     if state is None:
-        return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})
+        return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})[
+            0
+        ]
     rows, targets = with_targets(rows)
     divisor = batch.get("num_items_in_batch")
     also = {
         "strategy": state.strategy,
         "num_items_in_batch": None if divisor is None else _divisor(reading.who, divisor),
     }
-    local = _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, also)
-    add_attention(local, dict(rows.tokens).keys(), targets, state)
+    local, packed = _cut(
+        reading.who, batch, rows, others, place, agreement, layout, form, multiple, also
+    )
+    add_attention(local, packed, dict(rows.tokens).keys(), targets, state)
     if state.first_position and _counts_from_zero(batch.get("position_ids")):
         local["position_ids"] = local["position_ids"] + state.first_position
     return local
@@ -445,9 +449,9 @@ def _cut(
     form: str | None,
     multiple: int,
     also: Mapping[str, Any],
-) -> LocalBatch:
-    """One rank's tokens of rows that were read. `also` holds what else the ranks
-    should agree on."""
+) -> tuple[LocalBatch, _C.PackedBatch]:
+    """One rank's tokens of rows that were read, and the batch they were cut from. `also`
+    holds what else the ranks should agree on."""
     check_whole(who, "multiple", multiple)
     if form is not None:
         check_choice(who, "form", form, _FORMS)
@@ -498,7 +502,7 @@ def _cut(
         entries["cu_seqlens"] = _C.cumulative_lengths(packing).to(device)
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
-    return LocalBatch(entries, local.cut, place.group)
+    return LocalBatch(entries, local.cut, place.group), packed
 
 
 def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:

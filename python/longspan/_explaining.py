@@ -15,10 +15,11 @@ from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
-from longspan._local_batch import LocalBatch, real_tokens
+from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._model_batch import check_group
 from longspan._models import (
     AttentionLayer,
+    Groups,
     Parallelized,
     Selection,
     check_layout,
@@ -125,15 +126,18 @@ def explain(
     else:
         check_group("explain", state, group)
     if isinstance(batch, LocalBatch):
-        cut = batch.cut
+        local = batch
     else:
         nobody = Agreement("explain", None)
         reading = Reading(who="explain")
-        cut = share(batch, Place.in_group(state.group), nobody, state, reading).cut
+        local = share(batch, Place.in_group(state.group), nobody, state, reading)
+    cut = local.cut
+    groups = local[KEYWORD].groups if KEYWORD in local else ()
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
     costs = tuple(
-        _cost(layer, state, cut, dtype or dtypes[layer.name], device) for layer in state.layers
+        _cost(layer, state, cut, groups, dtype or dtypes[layer.name], device)
+        for layer in state.layers
     )
     return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
 
@@ -142,6 +146,7 @@ def _cost(
     layer: AttentionLayer,
     state: Parallelized,
     cut: _C.Cut,
+    groups: Groups,
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerCost:
@@ -149,7 +154,7 @@ def _cost(
         return _selected_cost(layer, layer.selects, cut, dtype, device)
     made = plan(
         cut.ownership,
-        layer.masks(cut),
+        layer.masks(cut, groups),
         strategy=state.strategy,
         rank=cut.rank,
         key_heads=layer.key_heads,
@@ -176,7 +181,7 @@ def _cost(
         tensor(layer.heads, layer.head_dim),
         tensor(layer.key_heads, layer.head_dim),
         tensor(layer.key_heads, layer.value_dim),
-        mask=layer.masks(cut),
+        mask=layer.masks(cut, groups),
         softcap=layer.softcap,
     )
     return LayerCost(
@@ -265,6 +270,7 @@ def _columns(cost: LayerCost) -> tuple[str, ...]:
     if layer.value_dim != layer.head_dim:
         dims += f"/{layer.value_dim}"
     sees = "causal" if layer.window is None else f"window {layer.window}"
+    sees += " groups" if layer.groups else ""
     if layer.selects is not None:
         sees = f"{layer.selects.slots} {'shared' if layer.selects.shared else 'selected'}"
     sees += " softcap" if layer.softcap else ""

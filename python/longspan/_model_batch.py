@@ -9,6 +9,7 @@ import torch
 
 from longspan import _C
 from longspan._group import Group
+from longspan._groups_of_tokens import groups_in
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import LocalAttention, Parallelized
 
@@ -18,10 +19,14 @@ _NOT_FOR_MODELS = ("padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqle
 
 
 def add_attention(
-    local: LocalBatch, tokens: Set[str], targets: torch.Tensor | None, state: Parallelized
+    local: LocalBatch,
+    packed: _C.PackedBatch,
+    tokens: Set[str],
+    targets: torch.Tensor | None,
+    state: Parallelized,
 ) -> None:
-    """Makes a rank's share one for ``model(**local)``; `tokens` names its per-token
-    tensors."""
+    """Makes a rank's share of `packed` one for ``model(**local)``; `tokens` names its
+    per-token tensors."""
     _check_shares(local.cut)
     for key in _NOT_FOR_MODELS:
         local.pop(key, None)
@@ -35,7 +40,8 @@ def add_attention(
         local.setdefault("labels", local["shift_labels"])
         local.setdefault("num_items_in_batch", targets)
     local["use_cache"] = False
-    attention = LocalAttention(local.cut, state.group, state.strategy, state.windows)
+    groups = groups_in(packed)
+    attention = LocalAttention(local.cut, state.group, state.strategy, state.sights, groups)
     local[KEYWORD] = attention
     if state.masks:
         local["attention_mask"] = dict.fromkeys(state.masks, attention)

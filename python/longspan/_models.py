@@ -9,7 +9,7 @@ loss = model(**local).loss
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,12 @@ from longspan._group import Group, ranks_of
 from longspan._strategy import Strategy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+#: What the queries of a layer see: so many keys (None is causal), and how far tokens of
+#: a group see in it (None: no further than any).
+Sight = tuple[int | None, str | None]
+#: Tokens that see each other both ways, for each row or the stream; () where there are none.
+Groups = Sequence[Sequence[_C.TokenRange]]
 
 #: Where a parallelized module keeps what was done to it.
 _MARK = "_longspan"
@@ -50,13 +56,15 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
     sink: bool = False
+    #: How far tokens of a group see in it (`Mask.with_group_reach`), if it knows groups.
+    groups: str | None = None
     #: Attention to selected keys: `key_heads` is 1, and a value is the first channels of
     #: its key.
     selects: Selection | None = None
 
-    def masks(self, cut: _C.Cut) -> list[_C.Mask]:
+    def masks(self, cut: _C.Cut, groups: Groups = ()) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
-        return masks_for(cut, self.window)
+        return masks_for(cut, (self.window, self.groups), groups)
 
 
 @dataclass
@@ -83,9 +91,9 @@ class Parallelized:
     hooks: list[tuple[torch.nn.Module, Callable[..., None], Any]] = field(default_factory=list)
 
     @property
-    def windows(self) -> list[int | None]:
-        """Each kind of mask that its layers need, once; None is causal."""
-        return list(dict.fromkeys([None, *(layer.window for layer in self.layers)]))
+    def sights(self) -> list[Sight]:
+        """Each kind of mask that its layers need, once."""
+        return list(dict.fromkeys((layer.window, layer.groups) for layer in self.layers))
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
         """Sets an attribute of one instance and remembers what was there."""
@@ -155,11 +163,19 @@ def keep_edits(edited: Any, kept: Any, before: dict[str, Any]) -> None:
             vars(kept)[key] = value
 
 
-def masks_for(cut: _C.Cut, window: int | None) -> list[_C.Mask]:
-    """Causal inside documents, and with a window only that many keys."""
-    return [
+def masks_for(cut: _C.Cut, sight: Sight, groups: Groups = ()) -> list[_C.Mask]:
+    """Causal inside documents, with a window only that many keys, and tokens of a group
+    both ways."""
+    window, reach = sight
+    masks = [
         _C.Mask.causal(packing) if window is None else _C.Mask.sliding(packing, window)
         for packing in cut.packings
+    ]
+    if reach is None or not groups:
+        return masks
+    return [
+        mask.with_groups(own).with_group_reach(reach)
+        for mask, own in zip(masks, groups, strict=True)
     ]
 
 
@@ -172,22 +188,34 @@ class LocalAttention:
     keyword arguments leave it alone, and the layouts stay on the host."""
 
     def __init__(
-        self, cut: _C.Cut, group: Group, strategy: Strategy, windows: list[int | None]
+        self,
+        cut: _C.Cut,
+        group: Group,
+        strategy: Strategy,
+        sights: Sequence[Sight],
+        groups: Groups = (),
     ) -> None:
         self.cut = cut
         self.group = group
         self.strategy = strategy
-        self._layouts = {window: self._layout_for(window) for window in windows}
+        self.groups = groups
+        self._layouts: dict[Sight, AttentionLayout] = {}
+        for window, reach in ((None, None), *sights):
+            self.layout(window, reach)
 
-    def layout(self, window: int | None = None) -> AttentionLayout:
-        """Owners and masks of layers with this window; None is causal."""
-        found = self._layouts.get(window)
+    def layout(self, window: int | None = None, groups: str | None = None) -> AttentionLayout:
+        """Owners and masks of layers with this window (None is causal), whose tokens of a
+        group see so far in it (None: no further than any)."""
+        found = self._layouts.get((window, groups))
         if found is None:
-            found = self._layouts[window] = self._layout_for(window)
+            found = self._layouts[window, groups] = self._layout_for((window, groups))
         return found
 
-    def _layout_for(self, window: int | None) -> AttentionLayout:
-        return AttentionLayout(self.cut.ownership, masks_for(self.cut, window))
+    def _layout_for(self, sight: Sight) -> AttentionLayout:
+        window, reach = sight
+        if reach is not None and not self.groups:
+            return self.layout(window)  # the same, and made once
+        return AttentionLayout(self.cut.ownership, masks_for(self.cut, sight, self.groups))
 
     def attend(
         self,
@@ -196,6 +224,7 @@ class LocalAttention:
         v: torch.Tensor,
         *,
         window: int | None = None,
+        groups: str | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: torch.Tensor | None = None,
@@ -206,7 +235,7 @@ class LocalAttention:
             q,
             k,
             v,
-            attention=self.layout(window),
+            attention=self.layout(window, groups),
             group=self.group,
             strategy=self.strategy,
             scale=scale,
@@ -258,7 +287,11 @@ class LocalAttention:
         return self
 
     def __repr__(self) -> str:
-        kinds = ", ".join("causal" if w is None else f"window {w}" for w in self._layouts)
+        kinds = ", ".join(
+            ("causal" if window is None else f"window {window}") + (f" {reach}" if reach else "")
+            for window, reach in self._layouts
+            if self.groups or reach is None
+        )
         return f"LocalAttention({kinds}; {self.strategy.name} over {self.group})"
 
 

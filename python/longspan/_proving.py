@@ -210,7 +210,7 @@ def _apart(model: Any, call: _Call) -> _Run:
     }
     local = _share(model, batch)
     state = state_of("parallelize", model)
-    local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.windows)
+    local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.sights)
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
     return _Run(model, given)

@@ -19,6 +19,7 @@ import torch
 
 from longspan import _routers
 from longspan._agreement import in_layer_of
+from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
@@ -87,6 +88,7 @@ def attention(
             key,
             value,
             window=window,
+            groups=reach_of(module.config, window),
             scale=scaling,
             softcap=softcap,
             sink=s_aux,
@@ -227,7 +229,7 @@ def _look_for_mask(
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
     ours = mask.values() if isinstance(mask, dict) else (mask,)
-    if mask is not None and not all(isinstance(one, LocalAttention) for one in ours):
+    if not all(one is None or isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
             f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
             f"documents already say who sees whom; give the mask to shard instead"
@@ -238,8 +240,10 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
     if isinstance(batch, Mapping):
         check_inputs("shard", batch)
-    _routers.check_batch(model, list(_pretrained(model)), batch)
-    for part in _pretrained(model):
+    parts = list(_pretrained(model))
+    check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
+    _routers.check_batch(model, parts, batch)
+    for part in parts:
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
@@ -329,6 +333,7 @@ def _layer(name: str, module: Any) -> AttentionLayer:
         window=_window(module),
         softcap=getattr(module, "attn_logit_softcapping", None),
         sink=isinstance(sinks, torch.Tensor),
+        groups=reach_of(config, _window(module)),
     )
 
 

@@ -75,7 +75,11 @@ struct NaiveMask {
     if (query.document == kNone || query.document != key.document) return false;
     if (key.pad) return false;
     if (query.pad && c.pads == PadQueries::see_nothing) return false;
-    if (query.group != kNone && query.group == key.group) return true;
+    const bool one_group = query.group != kNone && query.group == key.group;
+    if (one_group && c.reach == GroupReach::whole_group) return true;
+    const bool has_window =
+        c.kind == MaskKind::sliding || c.kind == MaskKind::banded;
+    if (one_group && (!has_window || q - k <= c.before)) return true;
     switch (c.kind) {
       case MaskKind::causal:
       case MaskKind::compressed:
@@ -174,6 +178,12 @@ std::vector<MaskCase> small_holes_and_groups() {
     plain.back().pads = pads;
     plain.push_back({packing, MaskKind::banded, 0, 2});
     plain.back().pads = pads;
+    for (auto [before, after] :
+         std::vector<std::pair<int64_t, int64_t>>{{0, 0}, {1, 0}, {2, 1}}) {
+      plain.push_back({packing, MaskKind::banded, before, after});
+      plain.back().pads = pads;
+      plain.back().reach = GroupReach::within_window;
+    }
   }
   std::vector<MaskCase> cases;
   for (const MaskCase& mask : plain) {
@@ -500,6 +510,27 @@ TEST(Mask, GroupsStopAtTheBordersOfDocuments) {
                 {0, 1}, {0, 3}, {0, 3}, {3, 5}, {3, 5}, {3, 6}}));
 }
 
+/// An image of 5 tokens under a window of 3, as Hugging Face masks Gemma 4:
+/// the window ends what lies behind, not what lies ahead.
+TEST(Mask, GroupsWithinTheWindowLookAheadToTheirEnd) {
+  const Mask whole = Mask::sliding(Packing::single(8), 3).with_groups({{1, 6}});
+  EXPECT_EQ(
+      windows(whole),
+      (std::vector<TokenRange>{
+          {0, 1}, {0, 6}, {0, 6}, {1, 6}, {1, 6}, {1, 6}, {4, 7}, {5, 8}}));
+  const Mask within = whole.with_group_reach(GroupReach::within_window);
+  EXPECT_EQ(
+      windows(within),
+      (std::vector<TokenRange>{
+          {0, 1}, {0, 6}, {0, 6}, {1, 6}, {2, 6}, {3, 6}, {4, 7}, {5, 8}}));
+}
+
+TEST(Mask, GroupsNoLongerThanTheWindowSeeTheSameEitherWay) {
+  const Mask whole = Mask::sliding(Packing::single(9), 4).with_groups({{2, 6}});
+  EXPECT_EQ(windows(whole),
+            windows(whole.with_group_reach(GroupReach::within_window)));
+}
+
 TEST(Mask, PrefixSeesBothWays) {
   const Mask mask = Mask::causal(Packing::of({4, 2})).with_prefix({3, 0});
   EXPECT_EQ(windows(mask),
@@ -557,6 +588,12 @@ TEST(Mask, PrintsItself) {
                 .with_pad_queries(PadQueries::see_document)
                 .to_string(),
             "Mask(full, 8 tokens, 1 document, 2 hidden, 2 groups, pads see)");
+  EXPECT_EQ(Mask::sliding(packing, 3)
+                .with_groups({{1, 3}, {3, 8}})
+                .with_group_reach(GroupReach::within_window)
+                .to_string(),
+            "Mask(sliding 3, 8 tokens, 2 documents, 2 groups within the "
+            "window)");
 }
 
 // ---- Refusals.

@@ -153,6 +153,9 @@ std::vector<MaskCase> masks_over(const PackingCase& packing) {
   MaskCase groups = masks[2];
   groups.groups = {{tokens / 4, tokens / 2}};
   masks.push_back(groups);
+  groups.groups = {{tokens / 4, tokens}};
+  groups.reach = GroupReach::within_window;
+  masks.push_back(groups);
   MaskCase prefix = masks[0];
   for (const auto& document : packing.documents) {
     prefix.prefix.push_back((document.length + 1) / 2);

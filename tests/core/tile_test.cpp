@@ -70,6 +70,8 @@ std::vector<SharedMaskCase> small_cases() {
       masks.back().hidden = {{0, 1}, {4, 6}};
       masks.push_back({packing, kind, 0, 3});
       masks.back().groups = {{5, 9}, {1, 3}};
+      masks.push_back(masks.back());
+      masks.back().reach = GroupReach::within_window;
     }
     for (const test::MaskCase& mask : masks) {
       for (OwnershipKind kind : test::all_kinds()) {

@@ -159,7 +159,11 @@ Mask mask(Random& random, const Packing& of) {
     }
   }();
   if (random.one_in(4)) return made.with_hidden(random.ranges());
-  if (random.one_in(4)) return made.with_groups(random.ranges());
+  if (random.one_in(4)) {
+    return made.with_groups(random.ranges())
+        .with_group_reach(random.one_in(2) ? GroupReach::within_window
+                                           : GroupReach::whole_group);
+  }
   if (random.one_in(4)) return made.with_prefix(random.sizes());
   return random.one_in(4) ? made.with_pad_queries(PadQueries::see_document)
                           : made;

@@ -475,6 +475,8 @@ TARGETS: list[Target] = [
         for method in ("with_hidden", "with_groups")
     ],
     Target("Mask", Mask.with_prefix, {"self": _masks, "prefix": lambda _: [2]}, 2),
+    Target("Mask", Mask.with_group_reach,
+           {"self": _masks, "reach": always("within_window")}, 2),
     *[
         Target("Mask", getattr(Mask, method), {"self": _masks, "query": _whole(0, 3)}, 2)
         for method in ("keys_of", "key_ranges_of")

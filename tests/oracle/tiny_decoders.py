@@ -196,7 +196,11 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> 
     """A model with random weights, the same in every process and type. Options are of its
     configuration."""
     torch.manual_seed(0)
-    model = (FAMILIES | OTHERS | SELECTING)[family](**options)
+    return with_random_weights((FAMILIES | OTHERS | SELECTING)[family](**options), dtype)
+
+
+def with_random_weights(model: Any, dtype: torch.dtype) -> Any:
+    """The model, its weights drawn anew, also those that start constant."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from oracle.tiny_decoders import CASES, Answer, decoder, embedded, gradients_of
+from oracle.tiny_decoders import CASES, Answer, Document, decoder, embedded, gradients_of
 from torch import Tensor
 
 import longspan
@@ -37,7 +38,13 @@ def over_ranks(
         logits = longspan.unshard(out.logits.detach(), local)
         return out.loss.item(), gradients_of(mine), logits
 
-    results = run_ranks(ranks, body)
+    return put_together(run_ranks(ranks, body), whole.documents)
+
+
+def put_together(
+    results: Sequence[tuple[float, dict[str, Tensor], Tensor]], documents: Sequence[Document]
+) -> Answer:
+    """From each rank's part of the loss and of the gradients, and the whole logits."""
     gradients: dict[str, Tensor] = {}
     for _, some, _ in results:
         for name, gradient in some.items():
@@ -47,7 +54,7 @@ def over_ranks(
     return Answer(
         sum(loss for loss, _, _ in results),
         gradients,
-        tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents),
+        tuple(results[0][2][d.row, d.begin : d.end] for d in documents),
     )
 
 

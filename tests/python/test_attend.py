@@ -55,6 +55,13 @@ def groups_across_borders(packing: Packing) -> list[Mask]:
     return [Mask.sliding(packing, 6).with_groups(groups)]
 
 
+def images_longer_than_the_window(packing: Packing) -> list[Mask]:
+    """As in Gemma 4's sliding layers: ahead to the end of the image, back as far as
+    the window goes."""
+    groups = [(3, 21), (21, 27), (33, packing.tokens)]
+    return [Mask.sliding(packing, 5).with_groups(groups).with_group_reach("within_window")]
+
+
 def torn(packing: Packing) -> list[Mask]:
     """Pads at the front, in the middle and one by one."""
     return [Mask.causal(packing).with_hidden([(0, 3), (11, 14), (17, 18), (19, 20)])]
@@ -79,6 +86,7 @@ CASES = [
     Case("window_of_one", Packing.single(21), one(lambda p: Mask.sliding(p, 1))),
     Case("band", DOCUMENTS, one(lambda p: Mask.banded(p, 5, 3))),
     Case("groups_across_borders", Packing.of([50, 6]), groups_across_borders),
+    Case("images_longer_than_the_window", Packing.of([24, 20]), images_longer_than_the_window),
     Case("prefix", Packing.of([20, 22]), one(lambda p: Mask.causal(p).with_prefix([9, 4]))),
     Case("torn_documents", Packing.of([25, 20]), torn),
     Case("pads_that_see", DOCUMENTS, one(lambda p: Mask.causal(p).with_seeing_pads())),
@@ -267,6 +275,7 @@ def test_float64_gives_the_one_rank_answer(case: Case, ranks: int) -> None:
     [
         "causal", "documents", "groups_across_borders", "sink_and_softcap_in_a_window",
         "key_and_value_dims_differ", "mqa", "torn_documents", "scores_of_ten_thousand",
+        "images_longer_than_the_window",
     ],
 )  # fmt: skip
 def test_half_and_single_give_the_one_rank_answer(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"LONGSPAN_CLI is {PROGRAM!r}; expected the path of the longspan program",
 )
 
+SLIDING = ["--mask", "sliding", "--window", "5"]
 STREAM = ["--tokens", "64", "--ranks", "4"]
 LAYOUTS = ["contiguous", "head-tail", "per-document-head-tail"]
 
@@ -283,6 +284,26 @@ REFUSED = [
         "Mask: a prefix of 65 tokens in document 0 of 64",
     ),
     (
+        "group without an end",
+        [*STREAM, "--groups", "3-9,12"],
+        "--groups entry 1 is '12'; expected begin-end, such as 3-9",
+    ),
+    (
+        "groups empty",
+        [*STREAM, "--groups", ""],
+        "--groups is empty; expected a list such as 3-9,12-20",
+    ),
+    (
+        "groups outside",
+        [*STREAM, "--groups", "60-65"],
+        "Mask: group [60, 65) of 64 tokens; groups are not empty and lie inside the stream",
+    ),
+    (
+        "group reach unknown",
+        [*STREAM, "--group-reach", "far"],
+        "--group-reach is 'far'; expected whole-group or within-window",
+    ),
+    (
         "steps of a compressed mask",
         [*STREAM, "--mask", "compressed", "--ratio", "4", "--show", "steps"],
         "draw_steps: a compressed mask has no ring steps, its keys are no tokens; "
@@ -486,9 +507,11 @@ def test_json_names_every_owner_once(layout):
     [
         ["--mask", "causal"],
         ["--mask", "full"],
-        ["--mask", "sliding", "--window", "5"],
+        SLIDING,
         ["--mask", "compressed", "--ratio", "4"],
         ["--mask", "causal", "--prefix", "3,0,8"],
+        [*SLIDING, "--groups", "0-4,14-20"],
+        [*SLIDING, "--groups", "0-4,14-20", "--group-reach", "within-window"],
     ],
 )
 def test_every_layout_and_mask_is_drawn(layout, mask, tmp_path):

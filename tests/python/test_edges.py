@@ -30,6 +30,9 @@ MASKS = {
     "causal": Mask.causal(PACKING),
     "full": Mask.full(PACKING),
     "sliding": Mask.sliding(PACKING, 3),
+    "grouped within the window": (
+        Mask.sliding(PACKING, 2).with_groups([(0, 5)]).with_group_reach("within_window")
+    ),
     "hidden and grouped": Mask.causal(PACKING).with_hidden([(1, 2)]).with_groups([(2, 5)]),
     "seeing pads": Mask.causal(PACKING).with_seeing_pads(),
     "compressed": Mask.compressed(PACKING, 2),

@@ -20,6 +20,9 @@ MASKS: dict[str, Callable[[int], list[Mask]]] = {
     "documents": lambda rows: [Mask.causal(PACKING)],
     "window": lambda rows: [Mask.sliding(Packing.single(48), 5)],
     "groups": lambda rows: [Mask.sliding(PACKING, 3).with_groups([(10, 15)])],
+    "groups_in_the_window": lambda rows: [
+        Mask.sliding(PACKING, 3).with_groups([(8, 17)]).with_group_reach("within_window")
+    ],
     "a_mask_for_each_row": lambda rows: [Mask.causal(PACKING), Mask.full(Packing.single(48))][
         :rows
     ],

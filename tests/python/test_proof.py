@@ -186,6 +186,12 @@ def test_it_is_done_once_for_a_class_and_configuration() -> None:
     assert min(times) < 5e-3
 
 
+def test_another_configuration_has_a_proof_of_its_own() -> None:
+    before = len(_admission._known)
+    assert prove(fresh()) and prove(fresh())
+    assert len(_admission._known) == before + 2
+
+
 def test_it_takes_less_than_two_seconds() -> None:
     found = min((prove(fresh()) for _ in range(2)), key=lambda one: one.seconds)
     assert found.seconds < 2

@@ -198,6 +198,7 @@ class TestMask:
             Mask.banded(packing, before=1, after=None),
             Mask.causal(packing).with_hidden([(0, 2)]),
             Mask.causal(packing).with_groups([TokenRange(1, 3)]),
+            Mask.sliding(packing, 2).with_groups([(0, 4)]).with_group_reach("within_window"),
             Mask.causal(packing).with_prefix([2, 0, 3]),
             Mask.compressed(packing, 2),
         ]
@@ -243,6 +244,7 @@ class TestMask:
             (lambda m: m.with_hidden([(3, 1)]), ".", (ValueError, TypeError)),
             (lambda m: m.with_groups([(0, 2), (1, 3)]), ".", ValueError),
             (lambda m: m.with_groups([(0, 0)]), ".", ValueError),
+            (lambda m: m.with_group_reach("far"), "expected 'whole_group' or 'within", ValueError),
             (lambda m: m.with_prefix([1]), ".", ValueError),
             (lambda m: m.with_prefix([9, 0]), ".", ValueError),
             (lambda m: m.allows(-1, 0), ".", ValueError),

@@ -19,6 +19,7 @@ struct MaskCase {
   std::vector<TokenRange> hidden = {};
   std::vector<TokenRange> groups = {};
   std::vector<int64_t> prefix = {};  // none, or one for each document
+  GroupReach reach = GroupReach::whole_group;
   PadQueries pads = PadQueries::see_nothing;
 
   /// Ranges cut off at the end of the stream; groups that overlap a prefix,
@@ -61,7 +62,7 @@ struct MaskCase {
     if (!hidden.empty()) mask = mask.with_hidden(hidden);
     if (!groups.empty()) mask = mask.with_groups(groups);
     if (!prefix.empty()) mask = mask.with_prefix(prefix);
-    return mask.with_pad_queries(pads);
+    return mask.with_group_reach(reach).with_pad_queries(pads);
   }
 
   std::vector<MaskCase> smaller() const {
@@ -82,6 +83,9 @@ struct MaskCase {
     }
     if (!prefix.empty()) {
       with([](MaskCase& c) { c.prefix = {}; });
+    }
+    if (reach != GroupReach::whole_group) {
+      with([](MaskCase& c) { c.reach = GroupReach::whole_group; });
     }
     if (pads != PadQueries::see_nothing) {
       with([](MaskCase& c) { c.pads = PadQueries::see_nothing; });
@@ -118,6 +122,7 @@ struct MaskCase {
     if (!hidden.empty()) text += ", hidden " + listed(hidden);
     if (!groups.empty()) text += ", groups " + listed(groups);
     if (!prefix.empty()) text += ", prefix " + listed(prefix);
+    if (reach == GroupReach::within_window) text += ", within the window";
     if (pads == PadQueries::see_document) text += ", pads see";
     return text;
   }
@@ -152,6 +157,7 @@ inline MaskCase draw_mask(Random& random, const PackingCase& packing,
       drawn.prefix.push_back(random.between(0, document.length));
     }
   }
+  if (random.one_in(2)) drawn.reach = GroupReach::within_window;
   if (random.one_in(3)) drawn.pads = PadQueries::see_document;
   return drawn.fitted();
 }

@@ -49,6 +49,41 @@ def test_hidden_states_and_logits_are_those_of_one_rank(ranks, tokens, padded):
         assert out.loss_mask.tolist() == [[*row[1:], 0] for row in loss_mask.tolist()]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma4ForCausalLM"])
+def test_a_lone_token_of_transformers_is_one_of_many(family, ranks):
+    """As many tokens as ranks: transformers calls a single query not causal."""
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, family)
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    if family.startswith("Gemma4"):
+        kinds = ["sliding_attention", "full_attention"] * 2  # the window is longer than the row
+        heads |= {"layer_types": kinds, "num_kv_shared_layers": 2, "global_head_dim": 8}
+        heads |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
+    whole = model(model.config_class(**sizes, **heads)).double().eval()
+    ids = (torch.arange(2 * ranks).view(2, ranks) * 7 + 3) % 64
+
+    def states(of, ids, **keywords):
+        with torch.no_grad():
+            out = of(ids, use_cache=False, output_hidden_states=True, **keywords)
+        return [*out.hidden_states, out.logits]
+
+    def work(group):
+        mesh, mine = RankMesh(group), copy.deepcopy(whole)
+        cp_utils.attach_context_parallel_hooks(mine)
+        context, local, positions, length = cp_utils.make_target_cp_ctx(mesh, ids)
+        with context:
+            mine_states = states(mine, local, position_ids=positions)
+            assert mine_states[-1].shape[1] == 1
+            return cp_utils.gather_cp_seq(mesh, mine_states, 1, length)
+
+    for gathered in run_ranks(ranks, work):
+        for ours, true in zip(gathered, states(whole, ids), strict=True):
+            torch.testing.assert_close(ours, true, rtol=1e-6, atol=1e-6)
+
+
 def test_positions_are_the_callers():
     ids, _ = batch(6)
     positions = torch.arange(6)[None] + 100

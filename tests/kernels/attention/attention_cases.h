@@ -52,6 +52,13 @@ inline KeyLines causal(TokenRange queries, TokenRange keys, int64_t shift = 0) {
   return band(queries, keys, shift, int64_t{1} << 40);
 }
 
+/// The same window, but ahead to the last of `queries` (an image).
+inline KeyLines image(TokenRange queries, TokenRange keys, int64_t width) {
+  KeyLines line = band(queries, keys, 0, width);
+  line.end_min = queries.end;
+  return line;
+}
+
 inline std::vector<KeyLines> documents(const std::vector<int64_t>& lengths) {
   std::vector<KeyLines> lines;
   int64_t begin = 0;
@@ -100,6 +107,11 @@ inline const std::vector<AttentionCase>& attention_cases() {
        .queries = 300,
        .keys = 300,
        .lines = {band({0, 300}, {0, 300}, 0, 50)}},
+      {.name = "image_longer_than_the_window",
+       .queries = 300,
+       .keys = 300,
+       .lines = {band({0, 40}, {0, 300}, 0, 50), image({40, 250}, {0, 300}, 50),
+                 band({250, 300}, {0, 300}, 0, 50)}},
       {.name = "documents_in_one_block",
        .queries = 100,
        .keys = 100,

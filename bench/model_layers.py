@@ -1,0 +1,227 @@
+"""Layers of the families that recipes cut, against transformers' own: time and memory
+on one rank, and two ranks of one thread against one of two.
+
+    python bench/model_layers.py build/dev --save bench/results/...md
+
+A layer is a whole decoder of one layer with a narrow MLP, so that attention decides,
+called as a user calls it: mask, rotary positions and all. Memory is the greatest resident
+size of a process over what it had before the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from harness import Part, Row, in_turns, main, ratio_row
+
+import longspan
+
+COMMON = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "max_position_embeddings": 1 << 17,
+}
+#: 8 heads that share a latent row of 512 + 64 channels; 32 index heads of 128; 512 keys.
+GLM = COMMON | {
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_topk": 512,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense"],
+}
+
+
+def glm() -> Any:
+    return transformers.GlmMoeDsaModel(transformers.GlmMoeDsaConfig(**GLM))
+
+
+MODELS: dict[str, Callable[[], Any]] = {"glm": glm}
+NAMES = {"glm": "GLM-5.2 layer (H 8, 512+64, 32x128 indexer, k 512)"}
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[family]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    return model
+
+
+def inputs_of(model: Any, tokens: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return {"input_ids": torch.randint(1, 64, (1, tokens), generator=random)}
+
+
+def step(model: Any, inputs: Any) -> torch.Tensor:
+    model.zero_grad()
+    out = model(**inputs).last_hidden_state
+    (out * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+    return out.detach()
+
+
+def speed_rows(family: str, tokens: int, wanted: float, threads: int = 2) -> list[Row]:
+    torch.set_num_threads(threads)
+    plain, ours = model_of(family), longspan.parallelize(model_of(family))
+    inputs = inputs_of(plain, tokens)
+
+    def theirs() -> torch.Tensor:
+        return step(plain, inputs | {"use_cache": False})
+
+    def mine() -> torch.Tensor:
+        return step(ours, longspan.shard(inputs, model=ours))
+
+    right = torch.allclose(theirs(), mine()[:, :tokens], rtol=1e-2, atol=1e-3)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        if a.grad is not None:
+            right &= bool((a.grad - b.grad).norm() <= 1e-3 * a.grad.norm())
+    our_time, their_time = in_turns(mine, theirs, rounds=5, warm=1)
+    work = f"{NAMES[family]}, T {tokens}, fp32 fwd+bwd, one rank, {threads} threads"
+    return [ratio_row(work, right, our_time, their_time, wanted)]
+
+
+def peak_of(family: str, who: str, tokens: int) -> float:
+    """MiB over what the process had, in a process of its own."""
+    command = [sys.executable, __file__, "--peak", family, who, str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def peak_main(family: str, who: str, tokens: int) -> None:
+    def memory(key: str) -> int:
+        found = re.search(rf"{key}:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1])
+
+    model = model_of(family)
+    inputs: Any = inputs_of(model, tokens) | {"use_cache": False}
+    step(model, inputs_of(model, 64) | {"use_cache": False})  # libraries load
+    if who == "ours":
+        longspan.parallelize(model)
+        inputs = longspan.shard(inputs_of(model, tokens), model=model)
+    before = memory("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    step(model, inputs)
+    print((memory("VmHWM") - before) / 1024)
+
+
+def memory_rows(
+    family: str, tokens: int, share: float, most: tuple[int, float] | None
+) -> list[Row]:
+    mine, theirs = (peak_of(family, who, tokens) for who in ("ours", "theirs"))
+    rows = [
+        {
+            "work": f"{NAMES[family]}, T {tokens}: peak memory of a step",
+            "right": True,
+            "ours": f"{mine:.0f} MiB",
+            "other": f"transformers: {theirs:.0f} MiB",
+            "ratio": f"1/{theirs / mine:.1f}",
+            "bar": f"<= 1/{share:g}",
+            "met": theirs / mine >= share,
+        }
+    ]
+    if most is not None:
+        long, bound = most
+        peak = peak_of(family, "ours", long)
+        rows.append(
+            {
+                "work": f"{NAMES[family]}, T {long}: peak memory of a step",
+                "right": True,
+                "ours": f"{peak / 1024:.2f} GiB",
+                "other": f"transformers, index scores alone: {4 * 32 * long**2 / 2**30:.0f} GiB",
+                "ratio": "",
+                "bar": f"<= {bound:g} GiB",
+                "met": peak / 1024 <= bound,
+            }
+        )
+    return rows
+
+
+def rank_main(family: str, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    group = longspan.Group.from_environment()
+    model = longspan.parallelize(model_of(family), group)
+    local = longspan.shard(inputs_of(model, tokens), group, model=model)
+    times = []
+    for i in range(6):
+        longspan.comm.all_gather_tokens(
+            torch.zeros(1), axis=0, sizes=[1] * group.size(), group=group
+        )
+        start = time.perf_counter()
+        step(model, local)
+        if i:
+            times.append(time.perf_counter() - start)
+    print(json.dumps(statistics.median(times)))
+
+
+def rank_times(family: str, tokens: int, ranks: int, threads: int) -> float:
+    """Milliseconds of the slowest rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "--rank", family, str(tokens), str(threads)]
+    started = []
+    for rank in range(ranks):
+        mine = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        environment = common | mine | {"OMP_NUM_THREADS": str(threads)}
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    answers = [process.communicate()[0] for process in started]
+    return max(json.loads(answer.splitlines()[-1]) for answer in answers) * 1e3
+
+
+def rank_rows(family: str, tokens: int, wanted: float) -> list[Row]:
+    pairs = [(rank_times(family, tokens, 2, 1), rank_times(family, tokens, 1, 2)) for _ in range(3)]
+    two, one = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return [
+        {
+            "work": f"{NAMES[family]}, T {tokens}: 2 ranks x 1 thread against 1 x 2",
+            "right": True,
+            "ours": f"{two:.0f} ms",
+            "other": f"one rank: {one:.0f} ms",
+            "ratio": f"{two / one:.3g}x",
+            "bar": f"<= {wanted:g}x",
+            "met": two / one <= wanted,
+        }
+    ]
+
+
+def parts(_: pathlib.Path) -> list[Part]:
+    return [
+        lambda: speed_rows("glm", 4096, 1.3),
+        lambda: memory_rows("glm", 4096, 6, (16384, 2)),
+        lambda: rank_rows("glm", 4096, 1.15),
+    ]
+
+
+if __name__ == "__main__":
+    if "--peak" in sys.argv:
+        peak_main(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    elif "--rank" in sys.argv:
+        rank_main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        sys.exit(main(__doc__ or "", "Layers of families with recipes", "2 cores", parts))
