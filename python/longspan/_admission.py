@@ -12,7 +12,16 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
-from longspan._twins import CannotTwin, Part, build_twin, kind_of, parts_of, quiet, strangers
+from longspan._twins import (
+    CannotTwin,
+    Part,
+    build_twin,
+    fingerprint,
+    has_own_forwards,
+    kind_of,
+    quiet,
+    strangers,
+)
 
 SKIPPED = "not proved (proof=False)"
 #: Of transformers, from and up to; see pyproject.toml.
@@ -40,15 +49,17 @@ class Proof:
 
 
 @dataclasses.dataclass
-class _Known:
+class Known:
     """What this process knows about one class and configuration."""
 
     twin: Any
+    #: What models like this have and the twin does not.
+    strangers: list[Part]
     proof: Proof | None = None
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
-_known: dict[Any, _Known | str] = {}
+_known: dict[Any, Known] = {}
 _lock = threading.Lock()
 
 
@@ -69,33 +80,28 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     check_version()
     found = whole_models(model)
     names = ", ".join(kind_of(part).__name__ for part in found)
-    if wish is not False and ranks.rank() == 0:
-        for part in found:
-            refusal = prove_part(part, wish).refusal
-            if refusal is not None:
-                raise NotImplementedError(f"parallelize: {refusal}")
+    twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
+    for _, known in twins if ranks.rank() == 0 else ():
+        refusal = proof_of(known).refusal
+        if refusal is not None:
+            raise NotImplementedError(f"parallelize: {refusal}")
     configs = repr([_settings(part.config) for part in found])
     agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
     if wish is False:
         return SKIPPED
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
-    looked_at = [other for part in found for other in look_at(part, wish)]
+    looked_at = [other for part, known in twins for other in look_at(part, known)]
     if looked_at:
         said += f"; isolation and order on the model itself, for {looked_at[0]}"
     return said
 
 
-def prove_part(part: Any, wish: Any = "auto") -> Proof:
-    """The proof of one model of transformers."""
-    return _proved(_twinned(part, wish))
-
-
-def look_at(part: Any, wish: Any = "auto") -> list[Part]:
+def look_at(part: Any, known: Known) -> list[Part]:
     """Isolation and order on the model itself, where it has modules that its twin does not
     have; returns those. Under fully_shard every rank takes part."""
     from longspan import _proving
 
-    others = strangers(part, _twinned(part, wish).twin)
+    others = known.strangers
     if not others:
         return []
     if any(p.device.type == "meta" for p in part.parameters()):
@@ -124,29 +130,36 @@ def check_version() -> None:
         )
 
 
-def _twinned(part: Any, wish: Any) -> _Known:
+def known_of(part: Any, wish: Any = "auto") -> Known:
     """What is known about a model's class and configuration; makes its twin if need be."""
     if isinstance(wish, torch.nn.Module):
-        return _Known(wish.to(torch.float64).eval())
-    with quiet():
-        key = (kind_of(part), _settings(part.config), parts_of(part))
-        with _lock:
-            known = _known.get(key)
-            if known is None:
-                try:
-                    known = _Known(build_twin(part))
-                except CannotTwin as error:
-                    known = (
-                        f"{error}; pass proof=... a small model of the same classes on the CPU, or "
-                        f"proof=False to go without"
-                    )
-                _known[key] = known
-    if isinstance(known, str):
-        raise NotImplementedError(f"parallelize: no twin of this model can be made: {known}")
+        twin = wish.to(torch.float64).eval()
+        return Known(twin, strangers(part, twin))
+    if has_own_forwards(part):
+        # As a key of what is kept they would keep the model.
+        return _made(part)
+    key = (_settings(part.config), fingerprint(part))
+    with _lock:
+        known = _known.get(key)
+        if known is None:
+            known = _known[key] = _made(part)
     return known
 
 
-def _proved(known: _Known) -> Proof:
+def _made(part: Any) -> Known:
+    try:
+        with quiet():
+            twin = build_twin(part)
+    except CannotTwin as error:
+        raise NotImplementedError(
+            f"parallelize: no twin of this model can be made: {error}; pass proof=... a small "
+            f"model of the same classes on the CPU, or proof=False to go without"
+        ) from error
+    return Known(twin, strangers(part, twin))
+
+
+def proof_of(known: Known) -> Proof:
+    """Whether the twin may be cut; shown once."""
     from longspan import _proving
 
     with known.lock:

@@ -119,6 +119,11 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def has_own_forwards(model: nn.Module) -> bool:
+    """Whether somebody put a forward into a module inside."""
+    return any("forward" in vars(module) for module in model.modules() if module is not model)
+
+
 def named_kinds(model: nn.Module) -> dict[str, str]:
     """The class of every module by its name, and who put a forward into it."""
     found = {}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from longspan import _transformers
-from longspan._admission import Proof, check_version, look_at, prove_part
+from longspan._admission import Proof, check_version, known_of, look_at, proof_of
 from longspan._arguments import check_kind
 from longspan._models import find_state
 from longspan._twins import kind_of
@@ -47,12 +47,13 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
         check_version()
         for part in _transformers.whole_models(model):
             name = kind_of(part).__name__
-            found = prove_part(part, "auto" if twin is None else twin)
+            known = known_of(part, "auto" if twin is None else twin)
+            found = proof_of(known)
             shown += found.shown
             seconds += found.seconds
             if found.refusal is not None:
                 return dataclasses.replace(found, seconds=seconds)
-            look_at(part, "auto" if twin is None else twin)
+            look_at(part, known)
     except (NotImplementedError, TypeError, ImportError) as error:
         return Proof(name, tuple(shown), _said(error), seconds)
     return Proof(name, tuple(dict.fromkeys(shown)), None, seconds)
