@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     check_version()
     found = whole_models(model)
     names = ", ".join(kind_of(part).__name__ for part in found)
+    if wish is not False:
+        check_wrappers(model, found)
     twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
     for _, known in twins if ranks.rank() == 0 else ():
         refusal = proof_of(known).refusal
@@ -94,6 +97,21 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     if looked_at:
         said += f"; isolation and order on the model itself, for {looked_at[0]}"
     return said
+
+
+def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
+    """That what is around the models of transformers leaves tokens alone. Wrappers of
+    torch and peft do; others nobody has looked at."""
+    inside = {id(module) for part in found for module in part.modules()}
+    for name, module in model.named_modules():
+        home = type(module).__module__.split(".")[0]
+        if id(module) not in inside and home not in ("torch", "peft", "accelerate"):
+            held = kind_of(found[0]).__name__
+            raise NotImplementedError(
+                f"parallelize: {f'{name!r} ' if name else ''}({type(module).__name__}) holds "
+                f"{held} and is no model of transformers itself, so nobody has looked at what it "
+                f"does to tokens; parallelize what it holds, or pass proof=False to go without"
+            )
 
 
 def look_at(part: Any, known: Known) -> list[Part]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from longspan import _transformers
-from longspan._admission import Proof, check_version, known_of, look_at, proof_of
+from longspan._admission import Proof, check_version, check_wrappers, known_of, look_at, proof_of
 from longspan._arguments import check_kind
 from longspan._models import find_state
 from longspan._twins import kind_of
@@ -45,7 +45,9 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
     try:
         _transformers.attention_layers(model, 1)
         check_version()
-        for part in _transformers.whole_models(model):
+        parts = _transformers.whole_models(model)
+        check_wrappers(model, parts)
+        for part in parts:
             name = kind_of(part).__name__
             known = known_of(part, "auto" if twin is None else twin)
             found = proof_of(known)

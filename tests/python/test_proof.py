@@ -259,6 +259,26 @@ def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
         assert all(name in lines for name in ("harmless", "named", "sharded afterwards"))
 
 
+class Holder(nn.Module):
+    """Of a user: its own forward around a decoder."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, **batch: Any) -> Any:
+        return self.decoder(**batch).logits.cumsum(1)
+
+
+def test_what_is_around_a_model_of_transformers() -> None:
+    message = r"\(Holder\) holds LlamaForCausalLM and is no model of transformers itself, so nobody"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(Holder(fresh()))
+    assert "(Holder) holds" in str(prove(Holder(fresh())))
+    longspan.parallelize(Holder(fresh()), proof=False)
+    longspan.parallelize(torch.compile(fresh()))
+
+
 # ---- What cannot be twinned.
 
 
@@ -454,12 +474,31 @@ def test_attention_weights_are_none_and_that_is_said_once(monkeypatch: Any) -> N
 # ---- Positions that begin behind the pad.
 
 
-def test_given_positions_of_models_that_count_from_behind_the_pad() -> None:
+@pytest.mark.parametrize("family", ["roberta", "glm_moe_dsa"])
+def test_parity_knows_what_shard_adds(family: str) -> None:
+    """Numbers from behind the pad, and what stands in place of masks."""
+    case = packed([6, 8])
+    model = roberta().double() if family == "roberta" else decoder(family)
+    models = [model.eval(), copy.deepcopy(model)]
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(models[group.rank()], group)
+        longspan.check_parity(model, case.batch, group, tolerance=3e-6).raise_if_different()
+
+    run_ranks(2, body)
+
+
+def roberta() -> Any:
+    torch.manual_seed(0)
     config = transformers.RobertaConfig(
         **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "pad_token_id": 1, "is_decoder": True},
     )
-    model = longspan.parallelize(transformers.RobertaForCausalLM(config))
+    return transformers.RobertaForCausalLM(config)
+
+
+def test_given_positions_of_models_that_count_from_behind_the_pad() -> None:
+    model = longspan.parallelize(roberta())
     ids = packed([3, 4]).ids
     made = longspan.shard({"input_ids": ids}, model=model)["position_ids"]
     assert made[0, :7].tolist() == [2, 3, 4, 5, 6, 7, 8]
