@@ -3,8 +3,8 @@ joined from those values.
 
 The words are those of the C++ library, and the work is done there. What most programs
 need is here; `longspan.comm` has collectives, `longspan.dsa` attention to selected keys,
-`longspan.values` the other values and what is made from them, `longspan.testing` slow and
-plain answers to compare with.
+`longspan.values` the other values and what is made from them, `longspan.proof` why a model may
+be cut, `longspan.testing` slow and plain answers to compare with.
 """
 
 import torch as _torch  # noqa: F401  (its libraries must be loaded first)
@@ -13,7 +13,7 @@ from longspan import _torch_version  # noqa: F401  (refuses another torch)
 
 # isort: split
 
-from longspan import comm, dsa, testing, values
+from longspan import comm, dsa, proof, testing, values
 from longspan._attention import AttentionLayout, attend, plan
 from longspan._batch import shard, unshard
 from longspan._C import Mask, Ownership, Packing, Plan, __version__
@@ -51,6 +51,7 @@ __all__ = [
     "parallelize",
     "paused",
     "plan",
+    "proof",
     "reduce_loss",
     "restore",
     "run_ranks",

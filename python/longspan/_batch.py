@@ -149,7 +149,8 @@ def shard(
         check_group("shard", state, group)
         place = Place.in_group(state.group)
     with Agreement("shard", place.group, check_agreement) as agreement:
-        if model is not None:
+        if model is not None and state is not None:
+            _transformers.check_unchanged(state)
             _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         return share(batch, place, agreement, state, reading, layout, form, multiple)
@@ -419,7 +420,15 @@ def share(
         reading.who, batch, rows, others, place, agreement, layout, form, multiple, also
     )
     add_attention(local, packed, dict(rows.tokens).keys(), targets, state)
+    if state.first_position and _counts_from_zero(batch.get("position_ids")):
+        local["position_ids"] = local["position_ids"] + state.first_position
     return local
+
+
+def _counts_from_zero(positions: torch.Tensor | None) -> bool:
+    """Positions that we made, and those that begin documents with 0. Others are the
+    model's own already."""
+    return positions is None or bool((positions == 0).any())
 
 
 def _divisor(who: str, given: Any) -> float:

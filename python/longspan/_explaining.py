@@ -67,6 +67,7 @@ class Explanation:
     ranks: int
     tokens: int  #: local ones
     layers: tuple[LayerCost, ...]
+    proof: str = ""  #: what let the model in; "" where it is not parallelized yet
 
     def to_json(self) -> dict[str, Any]:
         """For machines: plain dictionaries, lists and numbers."""
@@ -75,6 +76,7 @@ class Explanation:
             "ranks": self.ranks,
             "tokens": self.tokens,
             "layers": [cost.to_json() for cost in self.layers],
+            "proof": self.proof,
         }
 
     def __str__(self) -> str:
@@ -91,7 +93,8 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in table
         ]
-        return "\n".join([head, *lines])
+        last = [f"let in: {self.proof}"] if self.proof else []
+        return "\n".join([head, *lines, *last])
 
 
 def explain(
@@ -136,7 +139,7 @@ def explain(
         _cost(layer, state, cut, groups, dtype or dtypes[layer.name], device)
         for layer in state.layers
     )
-    return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs)
+    return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
 
 
 def _cost(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from longspan import _C, dsa
+from longspan._agreement import Agreement
 from longspan._arguments import check_kind, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
@@ -74,6 +75,12 @@ class Parallelized:
     strategy: Strategy
     layout: str | _C.Ownership
     layers: list[AttentionLayer]
+    #: Of a document's first token, in the model's own counting.
+    first_position: int = 0
+    #: What let the model in, in words.
+    proof: str = ""
+    #: The models inside, and what they consisted of when they were let in.
+    seen: list[tuple[Any, Any]] = field(default_factory=list)
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -294,6 +301,7 @@ def parallelize(
     *,
     strategy: str | Strategy = "ring",
     layout: str | _C.Ownership = "head-tail",
+    proof: str | bool | torch.nn.Module = "auto",
 ) -> Model:
     """Makes the attention of a model run over the ranks of `group`; returns the
     same object. Batches then come from ``shard(batch, group, model=model)``.
@@ -303,10 +311,14 @@ def parallelize(
     `longspan.values.named_layouts()` such as "head-tail" (zigzag). `restore` undoes it all.
 
     Works for decoders of Hugging Face transformers, bare or wrapped (peft, DDP,
-    FSDP2, torch.compile). Only the instances inside `model` change, never a
+    FSDP2, torch.compile), that a `longspan.proof` lets in: shown once for a class and a
+    configuration on a twin with small sizes, on the CPU and in less than a second. Rank 0
+    shows it, all ranks hear. `proof` is False to go without, or a small model of the
+    same classes where none can be made. Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
     """
     from longspan import _transformers
+    from longspan._admission import admit, check_wish
 
     if not isinstance(model, torch.nn.Module):
         raise wrong("parallelize", "model", model, "a torch.nn.Module")
@@ -320,8 +332,20 @@ def parallelize(
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
-    layers = _transformers.attention_layers(model, ranks.size())
-    state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
+    check_wish(proof)
+    with Agreement("parallelize", ranks) as agreement:
+        layers = _transformers.attention_layers(model, ranks.size())
+        state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
+        state.proof = admit(model, ranks, proof, agreement)
+    state.first_position = _transformers.first_position(model)
+    set_up(model, state)
+    return model
+
+
+def set_up(model: torch.nn.Module, state: Parallelized) -> None:
+    """Redirects a model that was let in; leaves it as it was where that fails."""
+    from longspan import _transformers
+
     try:
         _transformers.redirect(model, state)
         for owner in _transformers.entrances(model):
@@ -333,7 +357,7 @@ def parallelize(
     except BaseException:
         state.put_back()
         raise
-    return model
+    state.seen = _transformers.inventory(model)
 
 
 def restore(model: Model) -> Model:

@@ -23,7 +23,7 @@ from longspan._arguments import (
 from longspan._batch import Place, Reading, shard, share, unshard
 from longspan._group import Group, ranks_of
 from longspan._local_batch import KEYWORD, LocalBatch
-from longspan._models import Parallelized, find_state
+from longspan._models import find_state
 from longspan.comm import all_gather_tokens
 
 #: How a model runs on a share: the loss (None without labels), and one output for
@@ -245,7 +245,7 @@ def _whole(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any
     names = ("table", "sentinel", "pass_through", "ahead")
     reading = Reading(**{key: alone[key] for key in names if key in alone})
     layout = state.layout if isinstance(state.layout, str) else "contiguous-rows"
-    solo = Parallelized(Group.solo(), state.strategy, alone.get("layout", layout), state.layers)
+    solo = dataclasses.replace(state, group=Group.solo(), layout=alone.get("layout", layout))
     nobody = Agreement("check_parity", None)
     alone_at = Place.in_group(solo.group)
     return share(batch, alone_at, nobody, solo, reading, multiple=alone.get("multiple", 1))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,11 @@ from longspan import _routers
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._local_batch import KEYWORD
+from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
 from longspan._recipes.recipe import not_sharded
+from longspan._twins import fingerprint, named_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 _NAME = "longspan"
 #: Kinds of layers whose tokens meet in attention alone.
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+#: What builds masks for sliding layers in transformers.
+_MASKS_WITH_WINDOWS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 #: Heads whose answer is one for a row, made from tokens that may lie elsewhere.
 _ROW_HEADS = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
@@ -89,7 +94,8 @@ def attention(
             sink=s_aux,
             dropout_p=dropout,
         )
-    return out.transpose(1, 2), None
+    # Some families view it as [B, L, H * Dv].
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
@@ -110,8 +116,7 @@ def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]
         )
     for part in found:
         _check_model(part)
-        if ranks > 1:
-            _check_rotation(part)
+        _check_rotation(part)
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
             raise NotImplementedError(
@@ -142,6 +147,39 @@ def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
         if module is not model and (_is_pretrained(module) or hasattr(module, "generate"))
     ]
     return [model, *inside]
+
+
+def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in it that are in no other one."""
+    found: list[PreTrainedModel] = []
+    inside: set[int] = set()
+    for part in _pretrained(model):
+        if id(part) not in inside:
+            found.append(part)
+            inside |= {id(module) for module in part.modules()}
+    return found
+
+
+def inventory(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """The models in it with their fingerprints, and names for those who differ later."""
+    return [(part, (fingerprint(part), named_kinds(part))) for part in whole_models(model)]
+
+
+def check_unchanged(state: Parallelized) -> None:
+    """That a model still consists of what was let in."""
+    for part, (before, kinds) in state.seen:
+        if fingerprint(part) == before:
+            continue
+        now = named_kinds(part)
+        name = next(
+            (name for name in (*now, *kinds) if now.get(name) != kinds.get(name)), "the model"
+        )
+        what = now.get(name, "gone")
+        raise ValueError(
+            f"shard: '{name}' of {type(part).__name__} was {kinds.get(name, 'not there')} when the "
+            f"model was parallelized and is {what} now, which nobody has looked at; call "
+            f"longspan.restore(model) and longspan.parallelize(model, group) again"
+        )
 
 
 def redirect(model: torch.nn.Module, state: Parallelized) -> None:
@@ -176,8 +214,9 @@ def _look_for_mask(
     arguments: dict[str, Any],
 ) -> None:
     """Refuses masks of pads, which would never reach our function: transformers drops
-    them for attention functions without a mask function. Where a model wants what we put
-    in place of a mask, one that lacks it would fall over it."""
+    them for attention functions without a mask function; and what asks for more than a
+    rank has. Where a model wants what we put in place of a mask, one that lacks it would
+    fall over it."""
     if arguments.get(KEYWORD) is None:
         if wants_ours:
             raise not_sharded(module)
@@ -185,6 +224,7 @@ def _look_for_mask(
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, in_order, strict=False)) | arguments
     _check_no_mask(module, given.get("attention_mask"))
+    check_inputs(type(module).__name__, given)
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
@@ -198,6 +238,8 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
 
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
+    if isinstance(batch, Mapping):
+        check_inputs("shard", batch)
     parts = list(_pretrained(model))
     check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
     _routers.check_batch(model, parts, batch)
@@ -270,8 +312,9 @@ def _check_rotation(part: PreTrainedModel) -> None:
         if kind == "longrope" or "dynamic" in kind:
             raise NotImplementedError(
                 f"parallelize: {type(part).__name__} chooses its rotary frequencies by the longest "
-                f"position at hand (rope_type '{kind}'), which differs from rank to rank; give it "
-                f"a rope_type with fixed frequencies, such as 'yarn' or 'default'"
+                f"position at hand (rope_type '{kind}'), which differs from rank to rank, and "
+                f"with pads; give it a rope_type with fixed frequencies, such as 'yarn' or "
+                f"'default'"
             )
 
 
@@ -296,13 +339,36 @@ def _layer(name: str, module: Any) -> AttentionLayer:
 
 def _window(module: Any) -> int | None:
     """How many keys a layer sees. Not all families hand it to the attention function:
-    some only build their masks by it."""
+    some only build their masks by it, and some have a number that nobody looks at."""
+    kind: Any = type(module)
+    if not _builds_windows(kind):
+        return None
     config, index = module.config, getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds and index is not None and kinds[index] == "full_attention":
         return None
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     return window or None
+
+
+@functools.cache
+def _builds_windows(kind: Any) -> bool:
+    """Whether the file of a class of attention knows how masks with windows are made."""
+    return any(
+        name in vars(sys.modules.get(one.__module__, object))
+        for one in kind.__mro__
+        for name in _MASKS_WITH_WINDOWS
+    )
+
+
+def first_position(model: torch.nn.Module) -> int:
+    """The position of a document's first token: RoBERTa and its kin count from behind
+    the padding index of their table of positions."""
+    for module in model.modules():
+        table = module._modules.get("position_embeddings")
+        if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
+            return table.padding_idx + 1
+    return 0
 
 
 def _is_attention(module: Any) -> bool:

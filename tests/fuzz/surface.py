@@ -349,7 +349,12 @@ TARGETS: list[Target] = [
     Target("draw", longspan.draw, {"ownership": _owners, "mask": _masks, "against": _owners}),
     Target("draw", longspan.draw, {"ownership": _owners, "packing": _packings}),
     Target("explain", longspan.explain, {"model": _model, "batch": _batch, "group": _solo}),
-    Target("parallelize", longspan.parallelize, {"model": _model, "group": _solo}),
+    Target(
+        "parallelize",
+        longspan.parallelize,
+        {"model": _model, "group": _solo, "proof": lambda rng: rng.choice(["auto", False])},
+    ),
+    Target("prove", longspan.proof.prove, {"model": _model, "twin": lambda _: None}),
     Target("restore", longspan.restore, {"model": _model}),
     Target("paused", lambda model: longspan.paused(model).__enter__(), {"model": _model}),
     Target(
@@ -636,7 +641,7 @@ def perform(target: Target, arguments: dict[str, Any]) -> None:
 def _speakers() -> frozenset[str]:
     """Whose words a refusal may be: names of the surface, and of what is behind it."""
     names = {"longspan", "fuzz", "Cut", "RowBatch", "TokenTensor", "KernelLevel", "HeadShare"}
-    for module in (longspan, comm, dsa, testing, values):
+    for module in (longspan, comm, dsa, longspan.proof, testing, values):
         names |= set(module.__all__)
     for kind in (Packing, Mask, Ownership, Group, Strategy, longspan.Plan, values.Picture):
         names |= {name for name, _ in inspect.getmembers(kind) if not name.startswith("__")}

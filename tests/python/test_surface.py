@@ -74,6 +74,7 @@ MODULES = {
         "top_keys",
         "window_lists",
     ],
+    "proof": ["Proof", "prove"],
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
         "Cut",

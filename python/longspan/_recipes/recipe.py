@@ -39,9 +39,13 @@ def class_names(module: torch.nn.Module) -> list[str]:
     return [f"{one.__module__}.{one.__qualname__}" for one in type(module).__mro__]
 
 
-def not_sharded(module: torch.nn.Module) -> ValueError:
+class NotSharded(ValueError):
+    """A layer was called without a word about the batch."""
+
+
+def not_sharded(module: torch.nn.Module) -> NotSharded:
     """A parallelized model got a batch of another kind."""
-    return ValueError(
+    return NotSharded(
         f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
         f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
     )

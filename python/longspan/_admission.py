@@ -1,0 +1,195 @@
+"""Who lets a model in: the proof, once for a class and a configuration, by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longspan._agreement import Agreement
+from longspan._arguments import wrong
+from longspan._group import Group
+from longspan._twins import (
+    CannotTwin,
+    Part,
+    build_twin,
+    fingerprint,
+    has_own_forwards,
+    kind_of,
+    quiet,
+    strangers,
+)
+
+SKIPPED = "not proved (proof=False)"
+#: Of transformers, from and up to; see pyproject.toml.
+_FROM, _BELOW = (5, 17), (6,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What was shown about a model; true where it may be cut."""
+
+    model: str
+    #: Tests that held: isolation, order, numbering, ruler.
+    shown: tuple[str, ...]
+    #: Why it may not be cut, beginning with the module that is to blame.
+    refusal: str | None
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return self.refusal is None
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"{self.model} may not be cut: {self.refusal}"
+        return f"{self.model}: {', '.join(self.shown)} hold on a twin ({self.seconds:.2f} s)"
+
+
+@dataclasses.dataclass
+class Known:
+    """What this process knows about one class and configuration."""
+
+    twin: Any
+    #: What models like this have and the twin does not.
+    strangers: list[Part]
+    proof: Proof | None = None
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+
+
+_known: dict[Any, Known] = {}
+_lock = threading.Lock()
+
+
+def check_wish(proof: Any) -> None:
+    """That `proof` is something that parallelize takes."""
+    if proof is False or (isinstance(proof, str) and proof == "auto"):
+        return
+    if not isinstance(proof, torch.nn.Module):
+        raise wrong("parallelize", "proof", proof, '"auto", False or a small model')
+
+
+def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement) -> str:
+    """Lets a model in, or raises NotImplementedError with the module that is to blame.
+    Returns what let it in. Every rank calls it; those that were given different models
+    raise."""
+    from longspan._transformers import whole_models
+
+    check_version()
+    found = whole_models(model)
+    names = ", ".join(kind_of(part).__name__ for part in found)
+    if wish is not False:
+        check_wrappers(model, found)
+    twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
+    for _, known in twins if ranks.rank() == 0 else ():
+        refusal = proof_of(known).refusal
+        if refusal is not None:
+            raise NotImplementedError(f"parallelize: {refusal}")
+    configs = repr([_settings(part.config) for part in found])
+    agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+    if wish is False:
+        return SKIPPED
+    said = f"{names}: isolation, order, numbering and ruler hold on a twin"
+    looked_at = [other for part, known in twins for other in look_at(part, known)]
+    if looked_at:
+        said += f"; isolation and order on the model itself, for {looked_at[0]}"
+    return said
+
+
+def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
+    """That what is around the models of transformers leaves tokens alone. Wrappers of
+    torch and peft do; others nobody has looked at."""
+    inside = {id(module) for part in found for module in part.modules()}
+    for name, module in model.named_modules():
+        home = type(module).__module__.split(".")[0]
+        if id(module) not in inside and home not in ("torch", "peft", "accelerate"):
+            held = kind_of(found[0]).__name__
+            raise NotImplementedError(
+                f"parallelize: {f'{name!r} ' if name else ''}({type(module).__name__}) holds "
+                f"{held} and is no model of transformers itself, so nobody has looked at what it "
+                f"does to tokens; parallelize what it holds, or pass proof=False to go without"
+            )
+
+
+def look_at(part: Any, known: Known) -> list[Part]:
+    """Isolation and order on the model itself, where it has modules that its twin does not
+    have; returns those. Under fully_shard every rank takes part."""
+    from longspan import _proving
+
+    others = known.strangers
+    if not others:
+        return []
+    if any(p.device.type == "meta" for p in part.parameters()):
+        raise NotImplementedError(
+            f"parallelize: {others[0]} is not what {kind_of(part).__name__} is made of, and "
+            f"without weights (on the meta device) it cannot be looked at; parallelize once it "
+            f"has them"
+        )
+    try:
+        _proving.check_model_itself(part)
+    except _proving.Refused as error:
+        raise NotImplementedError(f"parallelize: {error}") from None
+    return others
+
+
+def check_version() -> None:
+    """Outside of the range attention may come to us in another way, or not at all."""
+    import transformers
+
+    numbers = tuple(int(n) for n in transformers.__version__.split(".")[:2] if n.isdigit())
+    if not _FROM <= numbers < _BELOW:
+        wanted = f"{'.'.join(map(str, _FROM))} up to below {'.'.join(map(str, _BELOW))}"
+        raise ImportError(
+            f"parallelize: transformers {transformers.__version__} is installed, and {wanted} is "
+            f"understood; install one of those"
+        )
+
+
+def known_of(part: Any, wish: Any = "auto") -> Known:
+    """What is known about a model's class and configuration; makes its twin if need be."""
+    if isinstance(wish, torch.nn.Module):
+        twin = wish.to(torch.float64).eval()
+        return Known(twin, strangers(part, twin))
+    if has_own_forwards(part):
+        # As a key of what is kept they would keep the model.
+        return _made(part)
+    key = (_settings(part.config), fingerprint(part))
+    with _lock:
+        known = _known.get(key)
+        if known is None:
+            known = _known[key] = _made(part)
+    return known
+
+
+def _made(part: Any) -> Known:
+    try:
+        with quiet():
+            twin = build_twin(part)
+    except CannotTwin as error:
+        raise NotImplementedError(
+            f"parallelize: no twin of this model can be made: {error}; pass proof=... a small "
+            f"model of the same classes on the CPU, or proof=False to go without"
+        ) from error
+    return Known(twin, strangers(part, twin))
+
+
+def proof_of(known: Known) -> Proof:
+    """Whether the twin may be cut; shown once."""
+    from longspan import _proving
+
+    with known.lock:
+        if known.proof is None:
+            begin = time.monotonic()
+            with quiet():
+                shown, refusal = _proving.prove(known.twin)
+            taken = time.monotonic() - begin
+            known.proof = Proof(type(known.twin).__name__, tuple(shown), refusal, taken)
+    return known.proof
+
+
+def _settings(config: Any) -> str:
+    """The configuration as text, without what parallelize itself sets."""
+    return str(config.to_json_string(use_diff=False))

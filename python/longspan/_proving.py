@@ -1,0 +1,480 @@
+"""Why a model may be cut: shown on a twin, not read from a list of names.
+
+Under context parallelism a module sees some tokens of a document, and only attention
+sees the rest. So everything else must treat tokens one by one, by their content and their
+`position_ids` alone, and attention must be what the model would have done.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan._agreement import Agreement
+from longspan._batch import Place, Reading, share
+from longspan._group import Group, run_ranks
+from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
+from longspan._recipes import recipes_in
+from longspan._recipes.recipe import NotSharded
+from longspan._strategy import Strategy
+from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
+from longspan._transformers import attention_layers, first_position
+
+#: Tokens of a call. A prime: no other axis of a model is as long.
+TOKENS = 37
+#: A document of the ruler, for two ranks with `TOKENS` each; longer than every window.
+_LONG = 2 * TOKENS
+#: Relative to the largest value of a tensor: many models compute norms, rotary tables and
+#: routers in float32. What is wrong is off by 1e-2 and more.
+_TOLERANCE = 1e-5
+#: Of gradients; eager attention of transformers has a float32 softmax.
+_GRADIENTS = 3e-4
+
+
+class Refused(Exception):
+    """What a model does that cutting its tokens would change; begins with the module."""
+
+
+class _Alone(LocalAttention):
+    """Attention in which every token sees itself only. What it returns depends on
+    queries and keys too, so that nobody can hide in them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (one.repeat_interleave(groups, dim=1) for one in (k, v))
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        gate: Tensor = torch.sigmoid((q * k).sum(-1, keepdim=True) * scale)
+        return v * gate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Tokens for one call, as the test wants them."""
+
+    ids: Tensor
+    positions: Tensor
+
+    @staticmethod
+    def of(model: Any, tokens: int, seed: int) -> _Call:
+        random = torch.Generator().manual_seed(seed)
+        ids = ordinary_ids(model)
+        chosen = torch.randint(len(ids), (1, tokens), generator=random)
+        return _Call(ids[chosen], torch.arange(tokens)[None])
+
+
+def ordinary_ids(model: Any) -> Tensor:
+    """Ids that are no special tokens: models look for those."""
+    config = model.config
+    special: set[int] = set()
+    for one in (config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))):
+        for key, value in vars(one).items():
+            if key.endswith(("_id", "_ids", "_index", "_idx")):
+                values = value if isinstance(value, (list, tuple)) else [value]
+                special |= {v for v in values if isinstance(v, int)}
+    table = model.get_input_embeddings()
+    size = int(getattr(table, "num_embeddings", 0) or table.weight.shape[0])
+    return torch.tensor([i for i in range(min(size, 4096)) if i not in special] or [0])
+
+
+def prove(twin: Any) -> tuple[list[str], str | None]:
+    """What holds for a twin, and why it may not be cut."""
+    shown: list[str] = []
+    try:
+        shown += check_numbering(twin, first_position(twin))
+        shown += check_apart(_parallel(twin), _TOLERANCE)
+        shown += check_ruler(twin)
+    except Refused as error:
+        return shown, str(error)
+    return shown, None
+
+
+def check_model_itself(model: Any) -> list[str]:
+    """*Isolation* and *order* on a user's own model, with its weights; leaves it as it
+    was."""
+    state = Parallelized(
+        Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model, 1)
+    )
+    modes = [(module, module.training) for module in model.modules()]
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    set_up(model, state)
+    try:
+        model.eval()
+        return check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
+    finally:
+        state.put_back()
+        for module, training in modes:
+            module.training = training
+
+
+def _parallel(twin: Any, group: Group | None = None) -> Any:
+    """A copy of the twin over a group."""
+    return parallelize(_copied(twin), group, layout="contiguous-rows", proof=False)
+
+
+# ---- Tokens one by one.
+
+
+def check_apart(model: Any, tolerance: float, *, watched: bool = False) -> list[str]:
+    """*Isolation* and *order*, on a model that is parallelized over one rank: returns what
+    was shown, or raises Refused. Unless `watched`, modules are looked at only where the
+    answer of the whole model is another."""
+    # For what is inside these a recipe answers; indices of selected keys, say, are places.
+    spare = [name for name, _, _ in recipes_in(model)]
+    base = _Call.of(model, TOKENS, 1)
+    other = _Call.of(model, TOKENS, 2).ids
+    first = _apart(model, base)
+    same = Pairing.same(TOKENS, tolerance)
+    half = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))[: TOKENS // 2]
+    for changed in (torch.tensor([TOKENS // 2]), half):
+        ids = base.ids.clone()
+        ids[0, changed] = torch.where(
+            other[0, changed] == ids[0, changed], ordinary_ids(model)[0], other[0, changed]
+        )
+        second = _apart(model, _Call(ids, base.positions))
+        blame = first.blame(second, same, apart=True, spare=spare, watched=watched)
+        if blame is not None:
+            raise Refused(
+                f"{blame} mixes tokens outside attention: when {_tokens(changed)} changed, its "
+                f"output moved at {_tokens(blame.tokens)} by {blame.by:.0e}; cutting the tokens "
+                f"would change it"
+            )
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(4))
+    again = _apart(model, _Call(base.ids[:, order], base.positions[:, order]))
+    moved = Pairing(TOKENS, TOKENS, order, torch.arange(TOKENS), tolerance)
+    blame = first.blame(again, moved, apart=True, spare=spare, watched=watched)
+    if blame is not None:
+        raise Refused(
+            f"{blame} goes by the place of a token in the call and not by its position_ids: when "
+            f"tokens were permuted with their positions, its output at "
+            f"{_tokens(blame.tokens)} was another by {blame.by:.0e}; a rank's tokens "
+            f"stand at other places"
+        )
+    return ["isolation", "order"]
+
+
+class _Run:
+    """A forward pass without gradients: from outside, or with every module watched. Each is
+    done once, when it is asked for."""
+
+    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
+        self._model = model
+        self._given = given
+
+    @functools.cached_property
+    def outside(self) -> Trace:
+        """The call of the whole model alone."""
+        try:
+            with torch.no_grad():
+                out = self._model(**self._given)
+        except Exception:
+            self.inside  # noqa: B018  (raises, with the name of the module)
+            raise
+        inputs = {k: v for k, v in self._given.items() if isinstance(v, Tensor)}
+        rows = {"rows": _rows(self._model, out).detach()}
+        return Trace([Call("", type(self._model).__name__, inputs, rows)])
+
+    @functools.cached_property
+    def inside(self) -> Trace:
+        with torch.no_grad():
+            return _traced(self._model, self._given)
+
+    def blame(
+        self,
+        other: _Run,
+        pairing: Pairing,
+        *,
+        apart: bool,
+        spare: Sequence[str] = (),
+        watched: bool = False,
+    ) -> Blame | None:
+        """Who is to blame where two runs differ: a module, or else the whole model."""
+        whole = guilty(self.outside, other.outside, pairing, apart=apart)
+        if whole is None and not watched:
+            return None
+        return guilty(self.inside, other.inside, pairing, apart=apart, spare=spare) or whole
+
+
+def _apart(model: Any, call: _Call) -> _Run:
+    """One forward pass in which every token is a document."""
+    batch = {
+        "input_ids": call.ids,
+        "position_ids": call.positions,
+        "seq_lens": torch.ones(1, call.ids.shape[1], dtype=torch.int64),
+    }
+    local = _share(model, batch)
+    state = state_of("parallelize", model)
+    local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.sights)
+    device = next(model.parameters()).device
+    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
+    return _Run(model, given)
+
+
+def _share(model: Any, batch: Mapping[str, Any]) -> LocalBatch:
+    """What one rank gets of it."""
+    state = state_of("parallelize", model)
+    nobody = Agreement("parallelize", None)
+    alone = Place.in_group(Group.solo())
+    reading = Reading(who="parallelize")
+    return share(batch, alone, nobody, state, reading, "contiguous-rows")
+
+
+def _traced(model: Any, arguments: Mapping[str, Any]) -> Trace:
+    """A call with every module watched; Refused, with the module's name, where it raises."""
+    with traced(model) as trace:
+        try:
+            model(**arguments)
+        except Exception as error:
+            raise Refused(_stumbled(trace, error, KEYWORD in arguments)) from error
+    return trace
+
+
+def _stumbled(trace: Trace, error: Exception, cut: bool) -> str:
+    who = str(trace.open[-1]) if trace.open else "the model"
+    if isinstance(error, NotSharded):
+        return (
+            f"{who} is not handed the keyword arguments of the model's call, so it cannot be told "
+            f"which tokens of the batch it has"
+        )
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if not cut:
+        return (
+            f"{who} does not run in a twin, cut or not: {said}; pass proof=... a small model of "
+            f"the same classes on the CPU, or proof=False to go without"
+        )
+    return f"{who} does not run on a cut batch: {said}"
+
+
+def _tokens(tokens: Any) -> str:
+    numbers = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    if len(numbers) == 1:
+        return f"token {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+    return f"tokens {shown}"
+
+
+# ---- What the plain model does.
+
+
+def check_numbering(twin: Any, first: int) -> list[str]:
+    """*Numbering*: without `position_ids` a model counts as `shard` does."""
+    call = _Call.of(twin, TOKENS, 5)
+    given = {"input_ids": call.ids, "use_cache": False}
+    plain = _Run(twin, given)
+    numbered = _Run(twin, {**given, "position_ids": call.positions + first})
+    try:
+        blame = plain.blame(numbered, Pairing.same(TOKENS, _TOLERANCE), apart=False)
+    except Refused as error:
+        if not isinstance(error.__cause__, TypeError) or "position_ids" not in str(error):
+            raise
+        raise Refused(
+            f"{type(twin).__name__} takes no position_ids, so it numbers the tokens of every rank "
+            f"from the start"
+        ) from error
+    if blame is not None:
+        raise Refused(
+            f"{blame} does not number tokens as position_ids {first}, {first + 1}, ... do: without "
+            f"position_ids its output is another by {blame.by:.0e}"
+        )
+    return ["numbering"]
+
+
+# ---- The ruler.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """Of a whole batch: logits [tokens, words] of real tokens in order, and gradients."""
+
+    loss: float
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+def check_ruler(twin: Any) -> list[str]:
+    """One rank equals the plain twin on a long document, and two ranks each document
+    alone, packed and padded: loss, logits and every gradient. Leaves the twin plain."""
+    plain = _plainly(twin, [_ids(twin, _LONG, 6)])
+    alone = _over(twin, 1, {"input_ids": _ids(twin, _LONG, 6)})
+    _compare(plain, alone, lambda: _blame_one_rank(twin), "over one rank")
+    documents = [_ids(twin, length, 7 + length) for length in (30, 1, _LONG - 31)]
+    packed = {
+        "input_ids": torch.cat(documents, dim=1),
+        "position_ids": torch.cat([torch.arange(d.shape[1]) for d in documents])[None],
+    }
+    long = documents[-1]
+    pads = _LONG - long.shape[1]
+    left = {
+        "input_ids": torch.cat([torch.full((1, pads), int(long[0, 0])), long], dim=1),
+        "attention_mask": (torch.arange(_LONG) >= pads).long()[None],
+    }
+    for name, batch, wanted in (("packed", packed, documents), ("left-padded", left, [long])):
+        _compare(
+            _plainly(twin, wanted),
+            _over(twin, 2, batch),
+            lambda batch=batch: _blame_two_ranks(twin, batch),  # type: ignore[misc]
+            f"over two ranks, {name},",
+        )
+    return ["ruler"]
+
+
+def _ids(twin: Any, tokens: int, seed: int) -> Tensor:
+    return _Call.of(twin, tokens, seed).ids
+
+
+def _plainly(twin: Any, documents: list[Tensor]) -> _Answer:
+    """Each document alone, without us."""
+    twin.zero_grad()
+    targets = sum(d.shape[1] - 1 for d in documents)
+    loss, logits = 0.0, []
+    for ids in documents:
+        out = twin(input_ids=ids, use_cache=False)
+        rows = _rows(twin, out)[0]
+        part = _loss(rows[:-1], ids[0, 1:], targets)
+        part.backward()  # type: ignore[no-untyped-call]
+        loss += float(part.detach())
+        logits.append(rows.detach())
+    return _Answer(loss, torch.cat(logits), _gradients(twin))
+
+
+def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
+    """The same, put together from what ranks on threads computed."""
+    ids = batch["input_ids"]
+    real = batch.get("attention_mask", torch.ones_like(ids))
+    starts = batch.get("position_ids", real.cumsum(1) - 1) == 0
+    targets = torch.where(real.bool(), ids, -100).roll(-1, 1)
+    targets[:, -1] = -100
+    targets[(starts | ~real.bool()).roll(-1, 1)] = -100  # a document's last token
+    targets[~real.bool()] = -100
+    count = int(targets.ne(-100).sum())
+
+    def body(group: Group) -> tuple[float, Tensor, dict[str, Tensor]]:
+        mine = _parallel(twin, group)
+        state = state_of("parallelize", mine)
+        given = {**batch, "shift_labels": targets}
+        nobody = Agreement("parallelize", None)
+        local = share(given, Place.in_group(group), nobody, state, Reading(who="parallelize"))
+        wanted = local.pop("shift_labels")
+        for key in ("labels", "num_items_in_batch"):
+            local.pop(key, None)
+        rows = _rows(mine, mine(**local))
+        loss = _loss(rows.flatten(0, 1), wanted.flatten(), count)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), rows[0].detach(), _gradients(mine)
+
+    found = _run(ranks, body, twin)
+    summed: dict[str, Tensor] = {}
+    for _, _, gradients in found:
+        for name, gradient in gradients.items():
+            summed[name] = summed.get(name, 0) + gradient
+    rows = torch.cat([logits for _, logits, _ in found])[: ids.shape[1]]
+    return _Answer(sum(loss for loss, _, _ in found), rows[real[0].bool()], summed)
+
+
+def _run(ranks: int, body: Callable[[Group], Any], twin: Any) -> list[Any]:
+    try:
+        return run_ranks(ranks, body)
+    except Refused:
+        raise
+    except Exception as error:
+        # Again on one rank, to see whose it was.
+        mine = _parallel(twin)
+        _traced(mine, _share(mine, {"input_ids": _ids(twin, _LONG, 6)}))
+        said = " ".join(str(error).split())
+        raise Refused(
+            f"{type(twin).__name__} does not run over {ranks} ranks: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _copied(twin: Any) -> Any:
+    """With its own modules and gradients, and the twin's weights."""
+    memo: dict[int, Any] = {}
+    for parameter in twin.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return copy.deepcopy(twin, memo)
+
+
+def _rows(model: Any, out: Any) -> Tensor:
+    """One vector a token: logits, or what a decoder without a head gives."""
+    found = getattr(out, "logits", None)
+    if found is None:
+        found = getattr(out, "last_hidden_state", None)
+    if not isinstance(found, Tensor) or found.dim() != 3:
+        raise Refused(f"{type(model).__name__} gives neither logits nor last_hidden_state")
+    return found
+
+
+def _loss(rows: Tensor, targets: Tensor, count: int) -> Tensor:
+    """A part of the mean, in float64. Decoders without a head have few channels to name."""
+    named = torch.where(targets == -100, targets, targets % rows.shape[-1])
+    return nn.functional.cross_entropy(rows, named, ignore_index=-100, reduction="sum") / count
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def _compare(plain: _Answer, ours: _Answer, blame: Callable[[], Blame | None], where: str) -> None:
+    """Refused where one answer is another than the plain model's."""
+    size = float(plain.logits.abs().max()) or 1.0
+    off = float((plain.logits - ours.logits).abs().max()) / size
+    if not off <= _TOLERANCE:
+        found = blame()
+        who = "the whole model" if found is None else str(found)
+        raise Refused(f"{who} gives another answer {where} than the plain model, by {off:.0e}")
+    largest = max((float(g.abs().max()) for g in plain.gradients.values()), default=1.0)
+    wrong = {}
+    for key, gradient in plain.gradients.items():
+        other = ours.gradients.get(key, torch.zeros_like(gradient))
+        # Of gradients that cancel out nothing but rounding is left.
+        least = max(float(gradient.abs().max()), 1e-4 * largest)
+        error = float((other - gradient).abs().max()) / least
+        if not error <= _GRADIENTS:
+            wrong[key] = error
+    if wrong:
+        nearest, error = list(wrong.items())[-1]  # gradients come from the end
+        raise Refused(
+            f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
+        )
+
+
+def _blame_one_rank(twin: Any) -> Blame | None:
+    ids = _ids(twin, _LONG, 6)
+    with torch.no_grad(), traced(twin) as plain:
+        twin(input_ids=ids, use_cache=False)
+    mine = _parallel(twin)
+    with torch.no_grad():
+        ours = _traced(mine, _share(mine, {"input_ids": ids}))
+    return guilty(plain, ours, Pairing.same(_LONG, _TOLERANCE), apart=False)
+
+
+def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
+    """Two ranks against one, with the same batch."""
+    one = _parallel(twin)
+    with torch.no_grad():
+        whole = _traced(one, _share(one, batch))
+
+    def body(group: Group) -> Trace:
+        mine = _parallel(twin, group)
+        nobody = Agreement("parallelize", None)
+        state = state_of("parallelize", mine)
+        reading = Reading(who="parallelize")
+        local = share(batch, Place.in_group(group), nobody, state, reading)
+        with torch.no_grad():
+            return _traced(mine, local)
+
+    for rank, trace in enumerate(run_ranks(2, body)):
+        mine = torch.arange(TOKENS)
+        pairing = Pairing(_LONG, TOKENS, mine + rank * TOKENS, mine, _TOLERANCE)
+        found = guilty(whole, trace, pairing, apart=False)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,166 @@
+"""Configurations of transformers with everything large made small: widths, heads, experts,
+vocabularies, windows, and the thresholds behind which a model does something else."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+#: Sliding layers of a twin see this many keys.
+WINDOW = 5
+#: Token ids of a twin are below this.
+VOCABULARY = 101
+_HEADS = 4
+_HEAD_DIM = 16
+_WIDTH = _HEADS * _HEAD_DIM
+
+#: What stands for which number of which name; the first that fits counts. Where a model
+#: has less than that already, it keeps what it has.
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|num_\w+_key_value_heads", 2),
+    (r"\w*attention_heads\w*|num_heads|n_heads?", _HEADS),
+    (r"global_head_dim", 2 * _HEAD_DIM),
+    (r"head_dim|qk_nope_head_dim|v_head_dim|\w+_head_dim|kv_channels|d_kv|attention_head_size", 16),
+    (r"q_lora_rank|kv_lora_rank|o_lora_rank|laurel_rank|gated_norm_rank", 24),
+    (r"rotary_dim", 8),
+    (r"index_n_heads", 16),
+    (r"index_topk", 6),
+    (r"hidden_size_per_layer_input", 8),
+    (r"hidden_size|d_model|n_embd|emb_dim|word_embed_proj_dim|\w*embed(ding)?_(size|dim)", _WIDTH),
+    (r"\w*intermediate_size\w*|\w*ffn_dim|n_inner|\w*ffn_hidden_size|dff|d_ff", 48),
+    (r"\w*vocab_size\w*|n_words", VOCABULARY),
+    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 8),
+    (r"zero_expert_num", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k", 2),
+    (r"n_group|num_expert_group", 4),
+    (r"topk_group", 2),
+    (r"sliding_window|window_size|sliding_window_size|attention_window_size", WINDOW),
+    (r"local_attention", 2 * WINDOW),
+    (r"attention_chunk_size", 8),
+    (r"floor_scale|original_max_position_embeddings", 16),
+    (r"max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len\w*", 256),
+    (r"encoder_layers|num_encoder_layers|num_layers_per_stack", 2),
+)
+_LAYERS = r"num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers"
+#: Kinds of layers change at these; the twin keeps the places of those it has.
+_FIRST_LAYERS = r"first_k_dense_replace|num_dense_layers|moe_layer_start_index"
+_TOKENS = re.compile(r"\w+_token_(id|index)s?|\w+_index")
+_NOISE = re.compile(r"\w*(dropout|pdrop|layerdrop|jitter)\w*")
+
+
+def shrunk(config: Any, layers: Sequence[int]) -> Any:
+    """A copy with small sizes that has only these layers of the original."""
+    made = copy.deepcopy(config)
+    _shrink(made, depth(config), layers)
+    return made
+
+
+def depth(config: Any) -> int:
+    """How many layers it asks for; those of its text where it has several parts."""
+    found = [
+        value
+        for key, value in vars(config).items()
+        if isinstance(value, int) and re.fullmatch(_LAYERS, key)
+    ]
+    text = vars(config).get("text_config")
+    return max(found, default=0) if found or text is None else depth(text)
+
+
+def _shrink(config: Any, every: int, layers: Sequence[int]) -> None:
+    entries = vars(config)
+    before = dict(entries)
+    for key, value in before.items():
+        if key.startswith("_"):
+            continue
+        if type(value).__module__ != "builtins" and hasattr(value, "to_dict"):
+            inner = depth(value) or every
+            _shrink(value, inner, [i for i in layers if i < inner])
+        elif isinstance(value, dict):
+            entries[key] = _shrunk_mapping(value)
+        else:
+            entries[key] = _smaller(key, value, every, layers)
+    _relate(entries, before)
+
+
+def _smaller(key: str, value: Any, every: int, layers: Sequence[int]) -> Any:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return _smaller_list(key, value, every, layers)
+    if _NOISE.fullmatch(key):
+        return type(value)(0)
+    if not isinstance(value, int):
+        return value
+    if re.fullmatch(_LAYERS, key):
+        return len(layers)
+    if re.fullmatch(_FIRST_LAYERS, key):
+        return sum(layer < value for layer in layers)
+    if key == "num_kv_shared_layers":  # counted from the end
+        return sum(layer >= every - value for layer in layers)
+    if _TOKENS.fullmatch(key):
+        return min(value, VOCABULARY - 1)
+    size = _size(key)
+    return value if size is None else min(value, size)
+
+
+def _smaller_list(key: str, value: Any, every: int, layers: Sequence[int]) -> Any:
+    made: list[Any]
+    if len(value) == every > 0:
+        made = [_smaller(key, value[layer], every, layers) for layer in layers]
+    elif re.search(r"layers$|layer_ids$|_idxs$", key) and all(isinstance(v, int) for v in value):
+        made = [place for place, layer in enumerate(layers) if layer in value]
+    elif _TOKENS.fullmatch(key):
+        made = [min(v, VOCABULARY - 1) if isinstance(v, int) else v for v in value]
+    else:
+        return value
+    return type(value)(made)
+
+
+def _shrunk_mapping(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Rotary parameters, one set or several by kind of layer."""
+    made: dict[Any, Any] = {}
+    for key, one in value.items():
+        if isinstance(one, dict):
+            made[key] = _shrunk_mapping(one)
+        elif key == "original_max_position_embeddings":
+            made[key] = min(one, 16)
+        elif key == "max_position_embeddings":
+            made[key] = min(one, 256)
+        else:
+            made[key] = one
+    return made
+
+
+def _size(key: str) -> int | None:
+    return next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), None)
+
+
+def _relate(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    """Sizes that are one another's share or sum stay so."""
+    for name, heads in (
+        ("num_key_value_heads", "num_attention_heads"),
+        ("num_kv_heads", "num_attention_heads"),
+        ("swa_num_key_value_heads", "swa_num_attention_heads"),
+        ("num_global_key_value_heads", "num_attention_heads"),
+    ):
+        if isinstance(entries.get(name), int):
+            of = entries.get(heads, _HEADS)
+            entries[name] = _share(before[name], before.get(heads, before[name]), of)
+    if isinstance(entries.get("qk_rope_head_dim"), int):
+        entries["qk_rope_head_dim"] = 8
+        if before.get("head_dim") == before["qk_rope_head_dim"]:
+            entries["head_dim"] = 8
+        if "qk_head_dim" in entries and "qk_nope_head_dim" in entries:
+            entries["qk_head_dim"] = entries["qk_nope_head_dim"] + 8
+    experts = [value for key, value in entries.items() if _size(key) == 8 and "expert" in key]
+    if entries.get("n_group") and experts and isinstance(experts[0], int):
+        entries["n_group"] = min(entries["n_group"], max(experts[0] // 2, 1))
+
+
+def _share(key_heads: int, heads: int, of: int) -> int:
+    """Key heads for `of` heads: as many, one, or between."""
+    if not isinstance(of, int) or not isinstance(heads, int) or key_heads >= heads:
+        return of if isinstance(of, int) else key_heads
+    return 1 if key_heads == 1 else max(of // 2, 1)

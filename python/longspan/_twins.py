@@ -1,0 +1,303 @@
+"""Twins: a model's own classes in small, with random weights, on the CPU. What a model does
+to tokens its twin does too, as far as both are made of the same modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longspan._shrinking import depth, shrunk
+
+#: Twins of more layers than this would take too long, and show nothing new.
+_FEW_LAYERS = 8
+#: Modules that hold another one and leave its calls as they are.
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
+#: transformers builds modules under settings of the process.
+_building = threading.Lock()
+
+
+class CannotTwin(Exception):
+    """The model's classes cannot be made small; the text says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of module at a place in a model, whatever the number of its layer."""
+
+    place: str
+    kind: Any  #: a class
+    forward: Any  #: what is called: the class's, or one that somebody put into the instance
+    traits: tuple[tuple[str, Any], ...] = ()  #: what tells instances of a class apart
+
+    @property
+    def place_and_kind(self) -> tuple[str, type, Any]:
+        return self.place, self.kind, self.forward
+
+    def __str__(self) -> str:
+        return f"'{self.place}' ({self.kind.__name__})" if self.place else self.kind.__name__
+
+
+def kind_of(module: nn.Module) -> Any:
+    """Its class; fully_shard gives modules one of its own, made from theirs."""
+    kind: Any = type(module)
+    return _own_kind(kind)
+
+
+@functools.cache
+def _own_kind(kind: Any) -> Any:
+    if kind.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in kind.__mro__):
+        return next(base for base in kind.__bases__ if base.__name__ != "FSDPModule")
+    return kind
+
+
+def parts_of(model: nn.Module) -> frozenset[Part]:
+    """What a model is made of. Wrappers and adapters of peft are looked through."""
+    found = set()
+    for name, module in modules_of(model):
+        kind = kind_of(module)
+        forward = _forward(module, kind, root=not name)
+        found.add(Part(re.sub(r"\d+", "*", name), kind, forward, _traits(module)))
+    return frozenset(found)
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name, as if nobody had wrapped or adapted them."""
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        module = looked_through(module)
+        yield name, module
+        prefix = name + "." if name else ""
+        for key, child in reversed(module._modules.items()):
+            if child is not None:
+                stack.append((prefix + key, child))
+
+
+def looked_through(module: nn.Module) -> nn.Module:
+    """What a wrapper holds, or an adapter of peft adapts."""
+    while True:
+        held = _WRAPPERS.get(type(module).__name__)
+        if held is None and is_adapter(module):
+            held = "base_layer"
+        inner = None if held is None else module._modules.get(held)
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether peft put it around a layer that takes tokens one by one."""
+    return type(module).__module__.startswith("peft.tuners.") and "base_layer" in module._modules
+
+
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What a model consists of now, cheap enough for every batch. Adapters count here."""
+    found: list[Any] = []
+    stack: list[nn.Module] = [model]
+    while stack:
+        module = stack.pop()
+        kind: Any = type(module)
+        if kind.__name__ in _WRAPPERS:
+            stack.append(looked_through(module))
+            continue
+        found.append(_own_kind(kind))
+        own = vars(module).get("forward")
+        if own is not None and module is not model:
+            found.append(id(own))
+        stack.extend(child for child in module._modules.values() if child is not None)
+    return tuple(found)
+
+
+def has_own_forwards(model: nn.Module) -> bool:
+    """Whether somebody put a forward into a module inside."""
+    return any("forward" in vars(module) for module in model.modules() if module is not model)
+
+
+def named_kinds(model: nn.Module) -> dict[str, str]:
+    """The class of every module by its name, and who put a forward into it."""
+    found = {}
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        swapped = f" with the forward {getattr(own, '__qualname__', own)}" if own and name else ""
+        kind = kind_of(module)
+        found[name] = ("peft's " if is_adapter(module) else "") + kind.__name__ + swapped
+    return found
+
+
+def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
+    own = vars(module).get("forward")
+    if own is None:
+        return kind.forward
+    function = getattr(own, "__func__", own)
+    # Trainers wrap the forward of the whole model into autocast.
+    if root and inspect.unwrap(getattr(function, "model_forward", function)) is inspect.unwrap(
+        kind.forward
+    ):
+        return kind.forward
+    return function
+
+
+def _traits(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Switches and absent things: layers of one class differ in them."""
+    found = []
+    for key, value in vars(module).items():
+        if key.startswith("_") or "idx" in key or key in ("training", "gradient_checkpointing"):
+            continue
+        if value is None or isinstance(value, (bool, str)):
+            found.append((key, value))
+        elif isinstance(value, int):
+            found.append((key, value != 0))
+    return tuple(found)
+
+
+def build_twin(model: Any) -> Any:
+    """A twin of a model of transformers, with as few layers as show every kind; in
+    float64. Neither the model nor anybody's random numbers are touched."""
+    config = model.config
+    wanted = parts_of(model)
+    stack, choices = _choices(model, depth(config))
+    why: Exception | None = None
+    best: Any = None  # made of the same, but for switches that some layers have
+    for layers in choices:
+        try:
+            twin = _built(kind_of(model), shrunk(config, layers))
+        except Exception as error:  # whatever constructors raise
+            why = why or error
+            continue
+        _take_over(model, twin, stack, layers)
+        if parts_of(twin) == wanted:
+            return _filled(twin)
+        if best is None or not strangers(model, twin):
+            best = twin
+    if best is not None:
+        return _filled(best)
+    said = "" if why is None else f": {type(why).__name__}: {' '.join(str(why).split())}"
+    raise CannotTwin(f"{kind_of(model).__name__} with small sizes does not build{said}")
+
+
+def _take_over(model: nn.Module, twin: nn.Module, stack: str, layers: Sequence[int]) -> None:
+    """Gives modules of the twin the classes and forwards that somebody put into the
+    model, where they fit: a class derived from theirs with no attributes of its own."""
+    places = {f"{stack}.{layer}": f"{stack}.{place}" for place, layer in enumerate(layers)}
+    theirs = dict(modules_of(twin))
+    for name, module in modules_of(model):
+        layer = re.match(rf"{re.escape(stack)}\.\d+", name) if stack else None
+        if layer is not None:
+            if layer[0] not in places:
+                continue
+            name = places[layer[0]] + name[layer.end() :]
+        mine, kind = theirs.get(name), kind_of(module)
+        if mine is None or (kind is type(mine) and "forward" not in vars(module)):
+            continue
+        own = vars(module).get("forward")
+        if issubclass(kind, type(mine)) and vars(module).keys() - {"forward"} == vars(mine).keys():
+            mine.__class__ = kind
+            if isinstance(own, types.MethodType) and own.__self__ is module:
+                mine.forward = types.MethodType(own.__func__, mine)
+
+
+def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
+    """What the model is made of and its twin is not: somebody put it there."""
+    known = {part.place_and_kind for part in parts_of(twin)}
+    found = {p.place: p for p in parts_of(model) if p.place_and_kind not in known}
+    return [found[place] for place in sorted(found)]
+
+
+def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
+    """Where the layers are, and which of them a twin could have: the first ones until
+    every kind was there, or one of every kind, or all."""
+    stack = next(
+        (n for n, m in modules_of(model) if isinstance(m, nn.ModuleList) and len(m) == every), None
+    )
+    if stack is None or every == 0:
+        return "", [range(min(every, 2)), range(every)]
+    kinds = [parts_of(layer) for layer in model.get_submodule(stack).children()]
+    first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
+    prefix = range(max(max(first.values()) + 1, min(every, 2)))
+    some = sorted({*first.values(), *range(min(every, 2 if len(first) == 1 else 0))})
+    ordered: list[Sequence[int]] = [prefix, some] if len(prefix) <= _FEW_LAYERS else [some, prefix]
+    return stack, [*ordered, range(every)]
+
+
+def _built(kind: type, config: Any) -> Any:
+    for one in _configs(config):
+        one._attn_implementation_internal = _implementation(one)
+        one._experts_implementation_internal = "eager"  # others take no float64
+    with _building, _OwnRandomness(), torch.no_grad():
+        made = kind(config)
+    return made.to(torch.float64).eval()
+
+
+def _implementation(config: Any) -> str | None:
+    """What transformers would choose; its SDPA leaves softcaps out."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "_attn_implementation_internal"):
+            yield from _configs(value)
+
+
+@torch.no_grad()
+def _filled(twin: nn.Module) -> nn.Module:
+    """Random weights, also where they start as zeros and ones."""
+    random = torch.Generator().manual_seed(16)
+
+    def noise(like: Tensor) -> Tensor:
+        return 0.15 * torch.randn(like.shape, generator=random, dtype=torch.float64)
+
+    for parameter in twin.parameters():
+        values = noise(parameter)
+        parameter.copy_(values if parameter.dim() > 1 else parameter + values)
+    kept = twin.state_dict(keep_vars=True)
+    for name, buffer in twin.named_buffers():
+        if name in kept and buffer.is_floating_point():
+            buffer.add_(noise(buffer))
+    return twin
+
+
+class _OwnRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random numbers in it are drawn from a generator of its own: those of the process,
+    and of other threads, stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(16)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if any(one.name == "generator" for one in function._schema.arguments):
+            given["generator"] = self._generator
+        elif torch.Tag.nondeterministic_seeded in function.tags:
+            with_generator = getattr(function._overloadpacket, "generator", None)
+            if with_generator is not None:
+                return with_generator(*args, **given, generator=self._generator)
+        return function(*args, **given)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Settings of the caller that must not reach a twin: no_grad, autocast, a device."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu") if elsewhere else contextlib.nullcontext(),
+    ):
+        yield

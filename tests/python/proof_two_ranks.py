@@ -1,0 +1,60 @@
+"""Run by test_proof.py as two processes: models under fully_shard with modules that their
+twins do not have. Every case prints its name when it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import longspan
+from longspan import Group
+
+world = Group.from_environment()
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+class Mixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.roll(1, 1)
+
+
+def sharded(last: nn.Module) -> Any:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, last)
+        fully_shard(layer, mesh=mesh["cp"])
+    return fully_shard(model, mesh=mesh["cp"])
+
+
+model = longspan.parallelize(sharded(nn.Tanh()), world)
+local = longspan.shard({"input_ids": torch.arange(16)[None]}, world, model=model)
+said = longspan.explain(model, local).proof
+assert said.startswith("LlamaForCausalLM: isolation, order"), said
+assert said.endswith("on the model itself, for 'model.layers.*.mlp' (Sequential)"), said
+model(**local).logits.sum().backward()
+print("harmless", flush=True)
+
+try:
+    longspan.parallelize(sharded(Mixing()), world)
+except NotImplementedError as error:
+    assert "'model.layers.0.mlp.1' (Mixing) mixes tokens outside attention" in str(error), error
+    print("named", flush=True)
+
+plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+longspan.parallelize(plain, world)
+for layer in plain.model.layers:
+    fully_shard(layer, mesh=mesh["cp"])
+fully_shard(plain, mesh=mesh["cp"])
+longspan.shard({"input_ids": torch.arange(16)[None]}, world, model=plain)
+print("sharded afterwards", flush=True)
+torch.distributed.destroy_process_group()

@@ -1,0 +1,513 @@
+"""The proof that lets models in: what it leaves alone, what it costs, what it cannot look
+at, and models that change behind its back."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import longspan
+from longspan import Group, run_ranks
+
+pytest.importorskip("transformers")
+
+import transformers
+from oracle.tiny_decoders import decoder, packed
+from processes import outputs_of, start_ranks
+
+from longspan import _admission, _model_inputs
+from longspan.proof import prove
+
+
+def fresh(**options: Any) -> Any:
+    """A Llama that this process has not seen: its configuration is a new one."""
+    fresh.count += 1  # type: ignore[attr-defined]
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
+        initializer_range=1e-2 + 1e-6 * fresh.count, **options,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+fresh.count = 0  # type: ignore[attr-defined]
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """All there is to know about a model, to be compared later."""
+    state = {f"state {k}": v.clone() for k, v in model.state_dict().items()}
+    return state | {
+        f"{name}.{key}": value if callable(value) else copy.copy(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    } | {f"{name} class": type(module) for name, module in model.named_modules()}  # fmt: skip
+
+
+def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert value.equal(after[key]), key
+        else:
+            assert value is after[key] or value == after[key], key
+
+
+# ---- What it says.
+
+
+def test_it_says_what_holds() -> None:
+    found = prove(decoder("gemma3"))
+    assert found and found.refusal is None
+    assert found.shown == ("numbering", "isolation", "order", "ruler")
+    assert str(found).startswith("Gemma3ForCausalLM: numbering, isolation, order, ruler hold on")
+
+
+def test_it_says_who_is_to_blame() -> None:
+    model = decoder("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x).roll(1, 1)
+    found = prove(model)
+    assert not found
+    assert str(found).startswith(
+        "LlamaForCausalLM may not be cut: 'model.layers.0.mlp' (LlamaMLP) mixes tokens outside"
+    )
+    found = prove(nn.Linear(2, 2))
+    assert not found and "holds no transformers model" in str(found)
+
+
+def test_explain_says_what_let_a_model_in() -> None:
+    batch = packed([7]).batch
+    said = str(longspan.explain(longspan.parallelize(decoder("llama")), batch))
+    assert said.endswith(
+        "let in: LlamaForCausalLM: isolation, order, numbering and ruler hold on a twin"
+    )
+    skipped = longspan.explain(longspan.parallelize(decoder("llama"), proof=False), batch)
+    assert str(skipped).endswith("let in: not proved (proof=False)")
+    assert skipped.to_json()["proof"] == "not proved (proof=False)"
+    assert longspan.explain(decoder("llama"), batch).proof == ""
+
+
+def test_a_wish_that_is_none() -> None:
+    for wish in (True, "yes", None, 3):
+        with pytest.raises(TypeError, match=r'`proof` is .*; expected "auto", False or a small'):
+            longspan.parallelize(decoder("llama"), proof=wish)
+
+
+# ---- What it leaves alone.
+
+
+def test_random_numbers_and_the_model_are_left_alone() -> None:
+    model = fresh()
+    before, random = everything(model), torch.get_rng_state()
+    assert prove(model)
+    check_same(before, everything(model))
+    assert torch.get_rng_state().equal(random)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_settings_of_the_caller_do_not_reach_it() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert prove(fresh())
+    with torch.inference_mode():
+        model = fresh()
+        assert prove(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert prove(fresh())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        model = fresh()
+        assert prove(model)
+    assert next(model.parameters()).is_meta
+    longspan.parallelize(model)
+
+
+def _swap_mixing(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.mlp = nn.Sequential(layer.mlp, _Neighbour())
+
+
+class _Neighbour(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.roll(1, 1)
+
+
+@pytest.mark.parametrize("why", ["static", "proof", "set up", "swapped"])
+def test_a_refused_model_is_as_it_was(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    if why == "static":
+        model.config.is_encoder_decoder = True
+    elif why == "proof":
+        mlp = model.model.layers[0].mlp
+        mlp.forward = types.MethodType(lambda self, x: x.roll(1, 1), mlp)
+    elif why == "swapped":
+        _swap_mixing(model)
+    else:
+        from longspan import _transformers
+
+        def fail(model: Any) -> Any:
+            raise RuntimeError("somewhere in the middle")
+
+        monkeypatch.setattr(_transformers, "entrances", fail)
+    model.train()
+    model.model.layers[0].eval()
+    before = everything(model)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        longspan.parallelize(model)
+    check_same(before, everything(model))
+
+
+# ---- What it costs.
+
+
+def test_it_is_done_once_for_a_class_and_configuration() -> None:
+    model = fresh()
+    longspan.restore(longspan.parallelize(model))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        longspan.parallelize(model)
+        with_proof = time.perf_counter() - begin
+        longspan.restore(model)
+        begin = time.perf_counter()
+        longspan.parallelize(model, proof=False)
+        times.append(with_proof - (time.perf_counter() - begin))
+        longspan.restore(model)
+    assert min(times) < 5e-3
+
+
+def test_another_configuration_has_a_proof_of_its_own() -> None:
+    before = len(_admission._known)
+    assert prove(fresh()) and prove(fresh())
+    assert len(_admission._known) == before + 2
+
+
+def test_it_takes_less_than_two_seconds() -> None:
+    found = min((prove(fresh()) for _ in range(2)), key=lambda one: one.seconds)
+    assert found.seconds < 2
+
+
+def test_many_layers_take_no_longer() -> None:
+    """Layers of one kind are shown by two of them; kinds that come late are there."""
+    config = transformers.Gemma3TextConfig(
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 26},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    )
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(config)
+    twin = _admission.known_of(model).twin
+    assert len(twin.model.layers) == 6
+    assert twin.config.layer_types[-1] == "full_attention" and twin.config.sliding_window == 5
+
+
+# ---- Modules that were swapped in before.
+
+
+def test_a_harmless_swap_is_looked_at_on_the_model_itself() -> None:
+    model = fresh()
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Tanh())
+    longspan.parallelize(model)
+    said = longspan.explain(model, packed([7]).batch).proof
+    assert said.endswith(
+        "isolation and order on the model itself, for 'model.layers.*.mlp' (Sequential)"
+    )
+
+
+def test_a_swap_that_mixes_is_named() -> None:
+    model = fresh()
+    _swap_mixing(model)
+    message = r"'model.layers.1.mlp.1' \(_Neighbour\) mixes tokens outside attention"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+    longspan.parallelize(model, proof=False)
+
+
+def test_a_swap_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = fresh()
+        model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp)
+    with pytest.raises(NotImplementedError, match=r"on the meta device\) it cannot be looked at"):
+        longspan.parallelize(model)
+
+
+def test_adapters_are_known() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(fresh(), lora)
+    longspan.parallelize(model)
+    said = longspan.explain(model, packed([7]).batch).proof
+    assert said == "LlamaForCausalLM: isolation, order, numbering and ruler hold on a twin"
+
+
+@pytest.mark.slow
+def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
+    processes = start_ranks("proof_two_ranks.py", 2)
+    outputs = outputs_of(processes, timeout=200)
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    for output in outputs:
+        lines = output.splitlines()
+        assert all(name in lines for name in ("harmless", "named", "sharded afterwards"))
+
+
+class Holder(nn.Module):
+    """Of a user: its own forward around a decoder."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, **batch: Any) -> Any:
+        return self.decoder(**batch).logits.cumsum(1)
+
+
+def test_what_is_around_a_model_of_transformers() -> None:
+    message = r"\(Holder\) holds LlamaForCausalLM and is no model of transformers itself, so nobody"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(Holder(fresh()))
+    assert "(Holder) holds" in str(prove(Holder(fresh())))
+    longspan.parallelize(Holder(fresh()), proof=False)
+    longspan.parallelize(torch.compile(fresh()))
+
+
+# ---- What cannot be twinned.
+
+
+class Strange(transformers.LlamaForCausalLM):
+    """Takes more than a configuration."""
+
+    def __init__(self, config: Any, more: int) -> None:
+        super().__init__(config)
+        self.more = more
+
+
+def test_a_twin_that_does_not_build() -> None:
+    model = Strange(fresh().config, 3)
+    message = (
+        r"parallelize: no twin of this model can be made: Strange with small sizes does not build: "
+        r"TypeError: .*'more'; pass proof=\.\.\. a small model of the same classes on the CPU, or "
+        r"proof=False to go without"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+    longspan.parallelize(model, proof=False)
+    longspan.restore(model)
+    longspan.parallelize(model, proof=Strange(fresh().config, 5))
+    assert "hold on a twin" in longspan.explain(model, packed([7]).batch).proof
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "6.0.0"])
+def test_another_transformers(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder("llama")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=f"transformers {version} is installed, and 5.17 up to"):
+        longspan.parallelize(model)
+    with pytest.raises(ImportError, match="is understood; install one of those"):
+        longspan.parallelize(model, proof=False)
+
+
+# ---- Models that change behind its back.
+
+
+def test_a_module_swapped_afterwards() -> None:
+    model = longspan.parallelize(fresh())
+    longspan.shard(packed([7]).batch, model=model)
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp)
+    message = (
+        r"shard: 'model.layers.1.mlp' of LlamaForCausalLM was LlamaMLP when the model was "
+        r"parallelized and is Sequential now, which nobody has looked at; call longspan.restore"
+    )
+    with pytest.raises(ValueError, match=message):
+        longspan.shard(packed([7]).batch, model=model)
+    longspan.restore(model)
+    longspan.shard(packed([7]).batch, model=longspan.parallelize(model))
+
+
+def test_a_forward_swapped_afterwards() -> None:
+    model = longspan.parallelize(fresh())
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp' of .* is LlamaMLP with the forwar"):
+        longspan.shard(packed([7]).batch, model=model)
+
+
+def test_adapters_added_afterwards() -> None:
+    peft = pytest.importorskip("peft")
+    model = longspan.parallelize(fresh())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    message = r"'model.layers.0.self_attn.q_proj' of .* was Linear when .* and is peft's Linear now"
+    with pytest.raises(ValueError, match=message):
+        longspan.shard(packed([7]).batch, model=adapted)
+    longspan.restore(adapted)
+    longspan.shard(packed([7]).batch, model=longspan.parallelize(adapted))
+
+
+def test_wrappers_afterwards_are_no_change() -> None:
+    """Autocast around the whole forward, as trainers put it, and compiled layers."""
+    model = longspan.parallelize(fresh())
+    plain = model.forward
+    model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(plain.__func__), model)
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    model.model.layers[0].compile()
+    longspan.shard(packed([7]).batch, model=model)
+
+
+def test_two_models_that_share_a_configuration() -> None:
+    one = fresh()
+    two = type(one)(one.config)
+    ids = packed([7]).ids
+    plain = two(input_ids=ids).logits
+    longspan.parallelize(one)
+    assert two(input_ids=ids).logits.equal(plain)
+    longspan.parallelize(two)
+    longspan.restore(one)
+    assert one(input_ids=ids).logits.shape == plain.shape
+    with pytest.raises(ValueError, match="called without a sharded batch"):
+        two(input_ids=ids)
+    longspan.restore(two)
+    assert two(input_ids=ids).logits.equal(plain)
+    assert one.config is two.config
+
+
+# ---- Ranks.
+
+
+def test_ranks_with_different_families() -> None:
+    def body(group: Group) -> str:
+        model = decoder(("llama", "qwen3")[group.rank()])
+        with pytest.raises(ValueError) as raised:
+            longspan.parallelize(model, group)
+        return str(raised.value)
+
+    for message in run_ranks(2, body):
+        assert "model" in message and "configuration" in message
+
+
+def test_all_ranks_hear_what_rank_0_found() -> None:
+    models = [fresh()]
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        mlp = model.model.layers[0].mlp
+        mlp.forward = types.MethodType(lambda self, x: x.roll(1, 1), mlp)
+
+    def body(group: Group) -> str:
+        with pytest.raises(NotImplementedError) as raised:
+            longspan.parallelize(models[group.rank()], group)
+        return str(raised.value)
+
+    first, second = run_ranks(2, body)
+    assert first.startswith("parallelize: 'model.layers.0.mlp' (LlamaMLP) mixes tokens")
+    assert second.startswith("parallelize: rank 0: NotImplementedError: " + first[:40])
+
+
+def test_one_rank_that_refuses_for_itself() -> None:
+    """The others hear of it, and nobody waits."""
+
+    def body(group: Group) -> str:
+        model = fresh() if group.rank() else decoder("llama")
+        if group.rank():
+            model.config.is_encoder_decoder = True
+        with pytest.raises((NotImplementedError, ValueError)) as raised:
+            longspan.parallelize(model, group)
+        return str(raised.value)
+
+    first, second = run_ranks(2, body)
+    assert second in first and "has an encoder; give a decoder" in second
+
+
+# ---- What a rank cannot answer.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("use_cache", True, "a cache holds the keys of whole rows"),
+        ("past_key_values", (), "a cache holds the keys of whole rows"),
+        ("logits_to_keep", 1, "every rank would keep the last tokens of its own share; take them"),
+        ("cross_attention_states", torch.ones(1, 7, 32), "attends to states that are no tokens"),
+        ("encoder_hidden_states", torch.ones(1, 7, 32), "attends to states that are no tokens"),
+    ],
+)
+def test_what_a_rank_cannot_answer(key: str, value: Any, message: str) -> None:
+    model = longspan.parallelize(decoder("llama"))
+    batch = {"input_ids": packed([7]).ids}
+    with pytest.raises(NotImplementedError, match=f"shard: got `{key}`: {message}"):
+        longspan.shard({**batch, key: value}, model=model)
+    local = longspan.shard({**batch, "logits_to_keep": 0, "use_cache": False}, model=model)
+    with pytest.raises(NotImplementedError, match=f"LlamaForCausalLM: got `{key}`: {message}"):
+        model(**(local | {key: value}))
+
+
+def test_image_states_of_mllama() -> None:
+    """As many as a share has tokens: no shape would show it."""
+    config = transformers.MllamaConfig().text_config
+    from longspan._shrinking import shrunk
+
+    model = transformers.MllamaForCausalLM(shrunk(config, range(4))).double()
+    longspan.parallelize(model)
+    batch = {"input_ids": packed([8]).ids, "cross_attention_states": torch.ones(1, 8, 64)}
+    with pytest.raises(NotImplementedError, match="got `cross_attention_states`: attends to state"):
+        longspan.shard(batch, model=model)
+
+
+def test_attention_weights_are_none_and_that_is_said_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(_model_inputs, "_warned", False)
+    model = longspan.parallelize(decoder("llama"))
+    batch = {"input_ids": packed([7]).ids, "output_attentions": True}
+    with pytest.warns(UserWarning, match="`output_attentions` gives None for every layer"):
+        local = longspan.shard(batch, model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = model(**local)
+    assert out.attentions is None or all(one is None for one in out.attentions)
+
+
+# ---- Positions that begin behind the pad.
+
+
+@pytest.mark.parametrize("family", ["roberta", "glm_moe_dsa"])
+def test_parity_knows_what_shard_adds(family: str) -> None:
+    """Numbers from behind the pad, and what stands in place of masks."""
+    case = packed([6, 8])
+    model = roberta().double() if family == "roberta" else decoder(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("key.bias"))  # whose gradient is 0
+    models = [model.eval(), copy.deepcopy(model)]
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(models[group.rank()], group)
+        longspan.check_parity(model, case.batch, group, tolerance=3e-6).raise_if_different()
+
+    run_ranks(2, body)
+
+
+def roberta() -> Any:
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "pad_token_id": 1, "is_decoder": True},
+    )
+    return transformers.RobertaForCausalLM(config)
+
+
+def test_given_positions_of_models_that_count_from_behind_the_pad() -> None:
+    model = longspan.parallelize(roberta())
+    ids = packed([3, 4]).ids
+    made = longspan.shard({"input_ids": ids}, model=model)["position_ids"]
+    assert made[0, :7].tolist() == [2, 3, 4, 5, 6, 7, 8]
+    restarting = packed([3, 4]).batch
+    assert longspan.shard(restarting, model=model)["position_ids"][0, :7].tolist() == [
+        *(2, 3, 4),
+        *(2, 3, 4, 5),
+    ]
+    own = {"input_ids": ids, "position_ids": torch.arange(2, 9)[None]}
+    assert longspan.shard(own, model=model)["position_ids"][0, :7].tolist() == list(range(2, 9))
