@@ -1,6 +1,7 @@
 #include "longspan/plan/halo_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -61,6 +62,8 @@ HaloPlan HaloPlan::of(const AttentionLayout& layout, int64_t count, int rank,
   HaloPlan plan;
   plan.count_ = count;
   plan.rank_ = rank;
+  plan.rows_ = rows;
+  plan.local_tokens_ = owners.local_tokens(rank);
   // Where each token that comes here begins to lie, by row and token.
   std::map<std::pair<int64_t, int64_t>, int64_t> arrivals;
   for (int to = 0; to < owners.ranks(); ++to) {
@@ -116,6 +119,35 @@ HaloPlan HaloPlan::of(const AttentionLayout& layout, int64_t count, int rank,
     }
   }
   return plan;
+}
+
+std::vector<int32_t> HaloPlan::seen() const {
+  const char* const who = "HaloPlan";
+  const Checked tokens = Checked(who, rows_) * local_tokens_;
+  check((tokens + received_).value() <= std::numeric_limits<int32_t>::max() &&
+            (tokens * (Checked(who, count_) + 1)).value() <= 4 * kMostPlaces,
+        who, ": ", tokens.value(), " tokens that see ", count_,
+        " before them; lists have at most ", 4 * kMostPlaces, " entries");
+  const int64_t width = count_ + 1;
+  std::vector<int32_t> lists(static_cast<std::size_t>(tokens.value() * width),
+                             -1);
+  const int64_t* before = places_.data();
+  for (const auto& [row, run] : runs_) {
+    const int64_t first = row * local_tokens_ + run.local;
+    for (int64_t i = 0; i < run.size(); ++i) {
+      int32_t* const list =
+          &lists[static_cast<std::size_t>((first + i) * width)];
+      for (int64_t back = std::min(count_, run.position + i); back >= 0;
+           --back) {
+        const int64_t place = back <= i
+                                  ? first + i - back
+                                  : tokens.value() + before[count_ + i - back];
+        list[count_ - back] = static_cast<int32_t>(place);
+      }
+    }
+    before += count_;
+  }
+  return lists;
 }
 
 int64_t HaloPlan::sent_bytes(int64_t bytes, Pass pass) const {

@@ -64,6 +64,11 @@ class HaloPlan {
   /// begun.
   const std::vector<int64_t>& places() const { return places_; }
 
+  /// What a window of count() + 1 tokens shows each local token, itself last:
+  /// places in the local tokens followed by those that came. -1 where the
+  /// document has not begun, and for pads. [local tokens, count() + 1].
+  std::vector<int32_t> seen() const;
+
   /// Bytes that this rank sends to others in one pass; a token has `bytes`.
   int64_t sent_bytes(int64_t bytes, Pass pass) const;
 
@@ -72,6 +77,7 @@ class HaloPlan {
  private:
   int64_t count_ = 0;
   int rank_ = 0;
+  int64_t rows_ = 0, local_tokens_ = 0;  // of each row
   std::vector<RowRun> runs_;
   std::vector<RowSend> sends_;
   int64_t received_ = 0;

@@ -107,6 +107,39 @@ TEST(HaloPlan, EveryRunGetsTheTokensBeforeIt) {
   test::for_all(400, draw, every_run_gets_the_tokens_before_it);
 }
 
+void a_window_shows_the_tokens_before(const HaloCase& c) {
+  const AttentionLayout layout = c.layout();
+  const Ownership& owners = layout.ownership;
+  for (int rank = 0; rank < owners.ranks(); ++rank) {
+    const HaloPlan plan = HaloPlan::of(layout, c.count, rank, 2);
+    const auto came = arrivals(plan, owners);
+    const auto seen = plan.seen();
+    const int64_t held = owners.local_tokens(rank);
+    ASSERT_EQ(std::ssize(seen), 2 * held * (c.count + 1));
+    for (int64_t i = 0; i < 2 * held; ++i) {
+      const int64_t row = i / held;
+      const int64_t token = owners.global_of(rank, i % held);
+      const Mask mask =
+          Mask::sliding(layout.mask_of(row).packing(), c.count + 1);
+      for (int64_t back = c.count; back >= 0; --back) {
+        const int64_t place = at(seen, i * (c.count + 1) + c.count - back);
+        if (token < back || !mask.allows(token, token - back)) {
+          ASSERT_EQ(place, -1);
+        } else if (place < 2 * held) {
+          ASSERT_EQ(place / held, row);
+          ASSERT_EQ(owners.global_of(rank, place % held), token - back);
+        } else {
+          ASSERT_EQ(at(came, place - 2 * held), RowToken(row, token - back));
+        }
+      }
+    }
+  }
+}
+
+TEST(HaloPlan, AWindowShowsTheTokensBefore) {
+  test::for_all(200, draw, a_window_shows_the_tokens_before);
+}
+
 TEST(HaloPlan, SendsABorderOfEachRun) {
   // Ranks hold 8 tokens and need 3 before them.
   const auto layout = AttentionLayout::of(Ownership::contiguous(32, 4),

@@ -40,6 +40,7 @@ TOP = [
 
 MODULES = {
     "comm": [
+        "HaloPlan",
         "LostPeer",
         "agree",
         "all_gather_tokens",
@@ -55,15 +56,19 @@ MODULES = {
         "roll",
         "rotate",
         "seeded_ranks",
+        "tokens_before",
     ],
     "dsa": [
         "FETCHES",
+        "PoolPlan",
         "SelectedAnswer",
         "attend_selected",
         "compare_selections",
         "document_windows",
+        "gather_pools",
         "index_loss",
         "index_scores",
+        "pool_tokens",
         "rotate_channels",
         "score_selected",
         "select_and_attend",
@@ -75,6 +80,7 @@ MODULES = {
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
         "Cut",
+        "DocumentRun",
         "LocalBatch",
         "NamedLayout",
         "PackedBatch",
@@ -92,6 +98,7 @@ MODULES = {
         "pad",
         "padding_mask",
         "position_ids",
+        "runs_of",
         "shard_chunks",
         "tiles",
         "work_of",
