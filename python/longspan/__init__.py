@@ -24,9 +24,10 @@ from longspan._gradients import sum_gradients
 from longspan._group import Group, run_ranks
 from longspan._kernels import which_kernel
 from longspan._losses import reduce_loss
-from longspan._models import parallelize, restore
+from longspan._models import parallelize, paused, restore
 from longspan._parity import check_parity, leak_probe
 from longspan._randomness import seed_ranks
+from longspan._routers import expert_counts
 from longspan._strategy import Strategy
 
 __all__ = [
@@ -44,9 +45,11 @@ __all__ = [
     "comm",
     "draw",
     "dsa",
+    "expert_counts",
     "explain",
     "leak_probe",
     "parallelize",
+    "paused",
     "plan",
     "reduce_loss",
     "restore",

@@ -77,6 +77,14 @@ def in_layer(name: str) -> Iterator[None]:
         _C.name_layer(before)
 
 
+def in_layer_of(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The same for a module of transformers; compiled code has no names."""
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    index = getattr(module, "layer_idx", None)
+    return in_layer(type(module).__name__ + ("" if index is None else f" {index}"))
+
+
 class Agreement:
     """Comparisons over a group, as a ``with`` block around everything that may raise:
     a rank that raises tells the others, which would otherwise wait for it, and they

@@ -15,9 +15,15 @@ from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
-from longspan._local_batch import LocalBatch
+from longspan._local_batch import LocalBatch, real_tokens
 from longspan._model_batch import check_group
-from longspan._models import AttentionLayer, Parallelized, check_layout, find_state
+from longspan._models import (
+    AttentionLayer,
+    Parallelized,
+    Selection,
+    check_layout,
+    find_state,
+)
 from longspan._strategy import Strategy
 
 _TITLES: tuple[str, ...] = (
@@ -136,6 +142,8 @@ def _cost(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerCost:
+    if layer.selects is not None:
+        return _selected_cost(layer, layer.selects, cut, dtype, device)
     made = plan(
         cut.ownership,
         layer.masks(cut),
@@ -179,6 +187,63 @@ def _cost(
     )
 
 
+def _selected_cost(
+    layer: AttentionLayer,
+    selects: Selection,
+    cut: _C.Cut,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerCost:
+    """Rows and index keys of all ranks come to every rank, and gradients of rows go
+    home; the strategy is for other layers."""
+    rows = len(cut.packings)
+    to_others = (cut.ranks - 1) * cut.local_tokens * rows
+    scored = torch.float32 if dtype == torch.float64 else dtype
+    index_key = 0 if selects.shared else selects.head_dim * scored.itemsize
+    gradient = max(dtype.itemsize, 4)
+
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(1, dtype=of, device=device).expand(rows, *shape)
+
+    here, keys = cut.local_tokens, cut.ownership.tokens
+    kernel = which_kernel(
+        tensor(here, layer.heads, layer.head_dim),
+        tensor(keys, layer.head_dim),
+        tensor(here, selects.slots, of=torch.int32),
+        "attend_selected",
+        value_dim=layer.value_dim,
+    )
+    if not selects.shared:
+        chosen = which_kernel(
+            tensor(here, selects.heads, selects.head_dim, of=scored),
+            tensor(keys, selects.head_dim, of=scored),
+            tensor(here, selects.heads, of=torch.float32),
+            "select_keys",
+            slots=selects.slots,
+        )
+        kernel += f"; selects by {chosen}"
+    return LayerCost(
+        layer=layer,
+        strategy="selected",
+        steps=1,
+        pairs=_selected_pairs(cut, selects.slots),
+        sent_forward=to_others * (layer.head_dim * dtype.itemsize + index_key),
+        sent_backward=to_others * layer.head_dim * (dtype.itemsize + gradient),
+        kernel=kernel,
+    )
+
+
+def _selected_pairs(cut: _C.Cut, slots: int) -> int:
+    """Keys of this rank's queries: all before in the document, or so many."""
+    mine = cut.ownership.tokens_of(cut.rank)
+    pairs = 0
+    for packing, real in zip(cut.packings, real_tokens(cut), strict=True):
+        begins = _C.cumulative_padded_lengths(packing)[:-1].to(mine.dtype)
+        document = torch.searchsorted(begins, mine[real], right=True) - 1
+        pairs += int((mine[real] - begins[document] + 1).clamp(max=slots).sum())
+    return pairs
+
+
 def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     """In which type each module computes: autocast's, or that of its parameters."""
     device = next(model.parameters()).device.type
@@ -197,6 +262,8 @@ def _columns(cost: LayerCost) -> tuple[str, ...]:
     if layer.value_dim != layer.head_dim:
         dims += f"/{layer.value_dim}"
     sees = "causal" if layer.window is None else f"window {layer.window}"
+    if layer.selects is not None:
+        sees = f"{layer.selects.slots} {'shared' if layer.selects.shared else 'selected'}"
     sees += " softcap" if layer.softcap else ""
     sees += " sink" if layer.sink else ""
     return (

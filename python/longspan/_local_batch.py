@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from longspan import _C
 from longspan._group import Group
 
@@ -60,3 +62,15 @@ class LocalBatch(dict[str, Any]):
 
     def __or__(self, other: Mapping[str, Any]) -> LocalBatch:  # type: ignore[override]
         return LocalBatch(dict(self) | dict(other), self.cut, self.group, self.as_row)
+
+
+def real_tokens(cut: _C.Cut) -> torch.Tensor:
+    """Which of a rank's tokens are no pads: [rows, tokens], or one row for a stream."""
+    mine = cut.ownership.tokens_of(cut.rank)
+    rows = []
+    for packing in cut.packings:
+        real = torch.ones(packing.tokens, dtype=torch.bool)
+        for pads in packing.pads():
+            real[pads.begin : pads.end] = False
+        rows.append(real[mine])
+    return torch.stack(rows)

@@ -35,7 +35,10 @@ def add_attention(
         local.setdefault("labels", local["shift_labels"])
         local.setdefault("num_items_in_batch", targets)
     local["use_cache"] = False
-    local[KEYWORD] = LocalAttention(local.cut, state.group, state.strategy, state.windows)
+    attention = LocalAttention(local.cut, state.group, state.strategy, state.windows)
+    local[KEYWORD] = attention
+    if state.masks:
+        local["attention_mask"] = dict.fromkeys(state.masks, attention)
 
 
 def check_group(who: str, state: Parallelized, group: Any) -> None:

@@ -8,13 +8,14 @@ loss = model(**local).loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from longspan import _C
+from longspan import _C, dsa
 from longspan._arguments import check_kind, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
@@ -24,6 +25,16 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 #: Where a parallelized module keeps what was done to it.
 _MARK = "_longspan"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How an indexer selects the keys of a layer."""
+
+    slots: int  #: keys of a query, at most
+    heads: int  #: of the indexer
+    head_dim: int
+    shared: bool = False  #: taken over from an earlier layer
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,9 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
     sink: bool = False
+    #: Attention to selected keys: `key_heads` is 1, and a value is the first channels of
+    #: its key.
+    selects: Selection | None = None
 
     def masks(self, cut: _C.Cut) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
@@ -52,10 +66,14 @@ class Parallelized:
     strategy: Strategy
     layout: str | _C.Ownership
     layers: list[AttentionLayer]
+    #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
+    masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
-    #: Called by `restore` before.
-    before_restore: list[Callable[[], None]] = field(default_factory=list)
+    #: Configurations that got a copy: (the user's, ours, ours as it was made).
+    configs: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
+    #: Looks at calls before they are made: (module, function, handle).
+    hooks: list[tuple[torch.nn.Module, Callable[..., None], Any]] = field(default_factory=list)
 
     @property
     def windows(self) -> list[int | None]:
@@ -66,6 +84,44 @@ class Parallelized:
         """Sets an attribute of one instance and remembers what was there."""
         self.undo.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         vars(owner)[attribute] = value
+
+    def look_before(self, module: torch.nn.Module, function: Callable[..., None]) -> None:
+        """Calls it with the arguments of every call of one instance."""
+        handle = module.register_forward_pre_hook(function, with_kwargs=True)
+        self.hooks.append((module, function, handle))
+
+    def put_back(self) -> None:
+        """Undoes it all, the last change first; edits of our configurations are kept."""
+        for _, _, handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        for original, ours, before in self.configs:
+            keep_edits(ours, original, before)
+        while self.undo:
+            owner, attribute, value = self.undo.pop()
+            if value is _ABSENT:
+                vars(owner).pop(attribute, None)
+            else:
+                vars(owner)[attribute] = value
+
+    @contextlib.contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """The plain model inside, then everything as it was: the same objects, so that
+        what was compiled stays valid."""
+        replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in self.undo]
+        hooks = [(module, function) for module, function, _ in self.hooks]
+        self.put_back()
+        plain = [vars(original).copy() for original, _, _ in self.configs]
+        try:
+            yield
+        finally:
+            for (original, ours, before), then in zip(self.configs, plain, strict=True):
+                keep_edits(original, ours, then)
+                before.update(vars(ours))
+            for owner, name, value in replaced:
+                self.replace(owner, name, value)
+            for module, function in hooks:
+                self.look_before(module, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -80,6 +136,16 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+
+def keep_edits(edited: Any, kept: Any, before: dict[str, Any]) -> None:
+    """Writes what changed in one configuration since `before` into another, but for which
+    attention it names."""
+    for key, value in vars(edited).items():
+        if key != "_attn_implementation_internal" and (
+            key not in before or (before[key] is not value and before[key] != value)
+        ):
+            vars(kept)[key] = value
 
 
 def masks_for(cut: _C.Cut, window: int | None) -> list[_C.Mask]:
@@ -106,6 +172,13 @@ class LocalAttention:
         self.strategy = strategy
         self._layouts = {window: self._layout_for(window) for window in windows}
 
+    def layout(self, window: int | None = None) -> AttentionLayout:
+        """Owners and masks of layers with this window; None is causal."""
+        found = self._layouts.get(window)
+        if found is None:
+            found = self._layouts[window] = self._layout_for(window)
+        return found
+
     def _layout_for(self, window: int | None) -> AttentionLayout:
         return AttentionLayout(self.cut.ownership, masks_for(self.cut, window))
 
@@ -122,14 +195,11 @@ class LocalAttention:
         dropout_p: float = 0.0,
     ) -> torch.Tensor:
         """q, k and v [B, H, L, D] of this rank's tokens; [B, H, L, Dv] comes back."""
-        layout = self._layouts.get(window)
-        if layout is None:
-            layout = self._layouts[window] = self._layout_for(window)
         out = attend(
             q,
             k,
             v,
-            attention=layout,
+            attention=self.layout(window),
             group=self.group,
             strategy=self.strategy,
             scale=scale,
@@ -139,6 +209,46 @@ class LocalAttention:
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+    def select_keys(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, *, slots: int
+    ) -> torch.Tensor:
+        """The keys of this rank's queries [B, L, H, D], causal in their documents:
+        int32 [B, L, slots] of tokens of the row or stream."""
+        indices = dsa.select_keys(
+            q, k, weights, slots=slots, attention=self.layout(), group=self.group
+        )
+        assert isinstance(indices, torch.Tensor)
+        return indices
+
+    def attend_selected(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        scale: float,
+        value_dim: int,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [B, L, H, D] and kv [B, L, D] of this rank's tokens; [B, L, H, Dv] comes
+        back."""
+        out = dsa.attend_selected(
+            q,
+            kv,
+            indices,
+            scale=scale,
+            value_dim=value_dim,
+            sink=sink,
+            attention=self.layout(),
+            group=self.group,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def __getitem__(self, _: Any) -> LocalAttention:
+        """Where it stands for a mask, every slice of that is the whole."""
+        return self
 
     def __repr__(self) -> str:
         kinds = ", ".join("causal" if w is None else f"window {w}" for w in self._layouts)
@@ -179,13 +289,17 @@ def parallelize(
         )
     layers = _transformers.attention_layers(model, ranks.size())
     state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
-    _transformers.redirect(model, state)
-    for owner in _transformers.entrances(model):
-        state.replace(owner, _MARK, state)
-        if callable(getattr(owner, "generate", None)):
-            state.replace(owner, "generate", _refuse_to_generate)
-        if callable(getattr(owner, "set_attn_implementation", None)):
-            state.replace(owner, "set_attn_implementation", _refuse_to_switch)
+    try:
+        _transformers.redirect(model, state)
+        for owner in _transformers.entrances(model):
+            state.replace(owner, _MARK, state)
+            if callable(getattr(owner, "generate", None)):
+                state.replace(owner, "generate", _refuse_to_generate)
+            if callable(getattr(owner, "set_attn_implementation", None)):
+                state.replace(owner, "set_attn_implementation", _refuse_to_switch)
+    except BaseException:
+        state.put_back()
+        raise
     return model
 
 
@@ -196,15 +310,17 @@ def restore(model: Model) -> Model:
     state = find_state(model)
     if state is None:
         raise ValueError("restore: this model is not parallelized")
-    for call in state.before_restore:
-        call()
-    for owner, attribute, value in reversed(state.undo):
-        if value is _ABSENT:
-            vars(owner).pop(attribute, None)
-        else:
-            vars(owner)[attribute] = value
-    state.undo.clear()
+    state.put_back()
     return model
+
+
+@contextlib.contextmanager
+def paused(model: Model) -> Iterator[Model]:
+    """The plain model inside a ``with`` block, for evaluation on one rank and for
+    `generate`; after it the model is parallelized as before, also after an exception."""
+    check_kind("paused", "model", model, torch.nn.Module, "a torch.nn.Module")
+    with state_of("paused", model).put_aside():
+        yield model
 
 
 def state_of(who: str, model: Any) -> Parallelized:
@@ -239,7 +355,7 @@ def check_layout(who: str, layout: Any, ranks: int) -> None:
 def _refuse_to_generate(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "generate: this model is parallelized, and generation decodes token by token on one "
-        "rank; call longspan.restore(model) first"
+        "rank; call it inside `with longspan.paused(model):`, or longspan.restore(model) first"
     )
 
 

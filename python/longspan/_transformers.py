@@ -8,7 +8,6 @@ configurations that say it. The name has no mask function, so transformers build
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -17,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan._agreement import in_layer
+from longspan import _routers
+from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
+from longspan._recipes import recipe_for, recipes_in, selected_keys
+from longspan._recipes.recipe import not_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,15 +47,13 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [B, H, L, D] in, [B, L, H, Dv] out."""
     local = rest.get(KEYWORD)
     if not isinstance(local, LocalAttention):
-        raise ValueError(
-            f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
-            f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
-        )
+        raise not_sharded(module)
     _check_no_mask(module, attention_mask)
     if position_bias is not None:
         raise NotImplementedError(
@@ -62,13 +62,21 @@ def attention(
         )
     if is_causal is False:
         raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
+    if indices is not None:
+        _check_no_dropout(module, dropout)
+        assert scaling is not None
+        with in_layer_of(module):
+            out = selected_keys.attend(
+                module, local, query, key, indices, scale=scaling, sink=s_aux
+            )
+        return out, None
     window = _window(module)
     if sliding_window is not None and sliding_window != window:
         raise ValueError(
             f"{type(module).__name__}: was called with a window of {sliding_window}, but says "
             f"{window} itself; this model's windows are not understood"
         )
-    with _named(module):
+    with in_layer_of(module):
         out = local.attend(
             query,
             key,
@@ -82,12 +90,12 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _named(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Ranks that disagree are told the layer; compiled code has no names."""
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    index = getattr(module, "layer_idx", None)
-    return in_layer(type(module).__name__ + ("" if index is None else f" {index}"))
+def _check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout != 0.0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: drops {dropout:g} of its attention weights in training, "
+            f"which would depend on the ranks; set attention_dropout to 0"
+        )
 
 
 def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:
@@ -116,7 +124,8 @@ def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
                     f"understood"
                 )
-            layers.append(_layer(name, module))
+            recipe = recipe_for(module)
+            layers.append((_layer if recipe is None else recipe.layer)(name, module))
     if not layers:
         raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
     return layers
@@ -148,21 +157,28 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
             made: Any = copy.deepcopy(config, copies)
             made._attn_implementation_internal = _NAME
             ours[id(config)] = made
-            state.before_restore.append(
-                functools.partial(_keep_edits, config, made, vars(made).copy())
-            )
+            state.configs.append((config, made, vars(made).copy()))
         state.replace(module, "config", ours[id(config)])
+    for name, module, recipe in recipes_in(model):
+        recipe.redirect(name, module, state)
+        state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
     for part in _pretrained(model):
-        handle = part.register_forward_pre_hook(_look_for_mask, with_kwargs=True)
-        state.before_restore.append(handle.remove)
+        state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
+        _routers.redirect(part, state)
 
 
 def _look_for_mask(
-    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any]
+    wants_ours: bool,
+    module: torch.nn.Module,
+    in_order: tuple[Any, ...],
+    arguments: dict[str, Any],
 ) -> None:
     """Refuses masks of pads, which would never reach our function: transformers drops
-    them for attention functions without a mask function."""
+    them for attention functions without a mask function. Where a model wants what we put
+    in place of a mask, one that lacks it would fall over it."""
     if arguments.get(KEYWORD) is None:
+        if wants_ours:
+            raise not_sharded(module)
         return
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, in_order, strict=False)) | arguments
@@ -170,24 +186,17 @@ def _look_for_mask(
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
-    if mask is not None:
+    ours = mask.values() if isinstance(mask, dict) else (mask,)
+    if mask is not None and not all(isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
             f"{type(module).__name__}: got an attention_mask beside the sharded batch, whose "
             f"documents already say who sees whom; give the mask to shard instead"
         )
 
 
-def _keep_edits(original: Any, ours: Any, before: dict[str, Any]) -> None:
-    """Writes edits of our copy back into the configuration that it was made from."""
-    for key, value in vars(ours).items():
-        if key != "_attn_implementation_internal" and (
-            key not in before or (before[key] is not value and before[key] != value)
-        ):
-            vars(original)[key] = value
-
-
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
+    _routers.check_batch(model, list(_pretrained(model)), batch)
     for part in _pretrained(model):
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
@@ -235,8 +244,9 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
             )
+    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for _, _, recipe in recipes_in(part)))
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in _LAYER_KINDS:
+        if kind not in known:
             raise NotImplementedError(
                 f"parallelize: {name} has layers of kind '{kind}'; understood are "
                 f"{' and '.join(_LAYER_KINDS)}"
@@ -246,11 +256,7 @@ def _check_model(part: PreTrainedModel) -> None:
             f"parallelize: {name} does not look its attention up by name "
             f"(_supports_attention_backend is not set), so it cannot be redirected"
         )
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            f"parallelize: {name} adds a router loss over the tokens at hand "
-            f"(output_router_logits), which is not a sum over ranks; set it to False"
-        )
+    _routers.check_model(part)
 
 
 def _check_rotation(part: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -357,6 +358,12 @@ TARGETS: list[Target] = [
     Target("explain", longspan.explain, {"model": _model, "batch": _batch, "group": _solo}),
     Target("parallelize", longspan.parallelize, {"model": _model, "group": _solo}),
     Target("restore", longspan.restore, {"model": _model}),
+    Target("paused", lambda model: longspan.paused(model).__enter__(), {"model": _model}),
+    Target(
+        "expert_counts",
+        longspan.expert_counts,
+        {"outputs": always(types.SimpleNamespace()), "local": _local},
+    ),
     Target(
         "plan",
         longspan.plan,

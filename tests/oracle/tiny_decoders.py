@@ -35,16 +35,16 @@ _COMMON: dict[str, Any] = {
 _BOTH_KINDS = ["sliding_attention", "full_attention"]
 
 
-def _decoder(model: str, config: str, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        made = getattr(transformers, config)(**(_COMMON | options))
+def _decoder(model: str, config: str, **options: Any) -> Callable[..., Any]:
+    def make(**others: Any) -> Any:
+        made = getattr(transformers, config)(**(_COMMON | options | others))
         return getattr(transformers, model)(made)
 
     return make
 
 
 #: The families that the package promises.
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _decoder("LlamaForCausalLM", "LlamaConfig"),
     "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config"),
     "mistral": _decoder("MistralForCausalLM", "MistralConfig", sliding_window=WINDOW),
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 #: Others that need nothing of their own.
-OTHERS: dict[str, Callable[[], Any]] = {
+OTHERS: dict[str, Callable[..., Any]] = {
     "qwen2": _decoder("Qwen2ForCausalLM", "Qwen2Config"),
     "olmo2": _decoder("Olmo2ForCausalLM", "Olmo2Config"),
     "phi3": _decoder("Phi3ForCausalLM", "Phi3Config", sliding_window=WINDOW),
@@ -109,7 +109,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=16,
         experts_implementation="eager",
     ),
-    "phimoe": lambda: (  # in training it draws its experts
+    "phimoe": lambda **_: (  # in training it draws its experts
         _decoder(
             "PhimoeForCausalLM",
             "PhimoeConfig",
@@ -118,7 +118,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
             experts_implementation="eager",
         )().eval()
     ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
+    "gpt2": lambda **_: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=32,
@@ -150,11 +150,53 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+#: Keys that an indexer selects, fewer than most documents have.
+SLOTS = 6
 
-def decoder(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A model with random weights, the same in every process and type."""
+_DSA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "index_topk": SLOTS,
+    "index_n_heads": 32,  # enough that no two scores are equal
+    "index_head_dim": 8,
+    "experts_implementation": "eager",
+}
+
+#: Attention to the keys that an indexer selects.
+SELECTING: dict[str, Callable[..., Any]] = {
+    "glm_moe_dsa": _decoder(
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        first_k_dense_replace=1,
+        indexer_types=["full", "shared", "full"],
+        **_DSA,
+    ),
+    "deepseek_v32": _decoder(
+        "DeepseekV32ForCausalLM", "DeepseekV32Config", first_k_dense_replace=1, **_DSA
+    ),
+    "axk2": _decoder("AXK2ForCausalLM", "AXK2Config", first_k_dense_replace=1, **_DSA),
+    "hy_v4": _decoder(
+        "HYV4ForCausalLM", "HYV4Config", indexer_types=["full", "shared", "full"], **_DSA
+    ),
+}
+
+
+def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A model with random weights, the same in every process and type. Options are of its
+    configuration."""
     torch.manual_seed(0)
-    model = (FAMILIES | OTHERS)[family]()
+    model = (FAMILIES | OTHERS | SELECTING)[family](**options)
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

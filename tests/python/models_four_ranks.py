@@ -5,13 +5,17 @@ name when it holds."""
 from __future__ import annotations
 
 import pathlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +72,7 @@ def layers_sharded(model: Any, over: Any) -> Any:
     return fully_shard(model, mesh=over)
 
 
-for family in ("llama", "gemma3", "gpt_oss"):
+for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa"):
     true = truth(family)
     for kind, over in (("two axes", mesh), ("flat", flat), ("replicas", mesh["dp"])):
         model = layers_sharded(longspan.parallelize(decoder(family), cp), over)
@@ -79,7 +83,8 @@ for family in ("llama", "gemma3", "gpt_oss"):
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     check(f"{family} fsdp first", model, true, step(model, model))
     model = DistributedDataParallel(
-        longspan.parallelize(decoder(family), cp), find_unused_parameters=family == "gpt_oss"
+        longspan.parallelize(decoder(family), cp),
+        find_unused_parameters=family in ("gpt_oss", "glm_moe_dsa"),
     )
     named = {f"module.{name}": gradient for name, gradient in true.items()}
     check(f"{family} ddp", model, named, step(model, model))
@@ -88,4 +93,24 @@ compiled = layers_sharded(longspan.parallelize(decoder("llama"), cp), mesh)
 for layer in compiled.model.layers:
     layer.compile(backend="aot_eager")
 check("llama fsdp compiled", compiled, truth("llama"), step(compiled, compiled))
+# A checkpoint of a parallelized model, read by one that is not, cut otherwise.
+place = [tempfile.mkdtemp() if world.rank() == 0 else ""]
+dist.broadcast_object_list(place)
+saved = layers_sharded(longspan.parallelize(decoder("glm_moe_dsa"), cp), mesh)
+dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=place[0])
+fresh = decoder("glm_moe_dsa")
+with torch.no_grad():
+    for parameter in fresh.parameters():
+        parameter.zero_()
+fresh = layers_sharded(fresh, flat)
+state = get_model_state_dict(fresh)
+dcp.load({"model": state}, checkpoint_id=place[0])
+plain = decoder("glm_moe_dsa").state_dict()
+assert set(state) == set(plain)
+for name, value in state.items():
+    assert whole(value).equal(plain[name]), name
+dist.barrier()
+if world.rank() == 0:
+    shutil.rmtree(place[0])
+    print("glm_moe_dsa checkpoint", flush=True)
 dist.destroy_process_group()

@@ -26,61 +26,12 @@ from oracle.tiny_decoders import (
     answer,
     decoder,
     embedded,
-    gradients_of,
     packed,
     padded,
 )
+from oracle.whole_models import check, over_ranks
 
 RANKS = (1, 2, 3, 4)
-
-
-def over_ranks(
-    family: str,
-    case: str,
-    ranks: int,
-    *,
-    dtype: torch.dtype = torch.float64,
-    embeds: bool = False,
-    cut: dict[str, Any] | None = None,
-    **options: Any,
-) -> Answer:
-    """The same answer, put together from what the ranks computed."""
-    whole = CASES[case]()
-    model = decoder(family, dtype)
-
-    def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor]:
-        mine = longspan.parallelize(copy.deepcopy(model), group, **options)
-        batch = embedded(model, whole.batch) if embeds else whole.batch
-        local = longspan.shard(batch, group, model=mine, **(cut or {}))
-        out = mine(**local)
-        out.loss.backward()
-        logits = longspan.unshard(out.logits.detach(), local)
-        return out.loss.item(), gradients_of(mine), logits
-
-    results = run_ranks(ranks, body)
-    gradients: dict[str, Tensor] = {}
-    for _, some, _ in results:
-        for name, gradient in some.items():
-            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
-    for _, _, logits in results:
-        assert logits.equal(results[0][2])
-    return Answer(
-        sum(loss for loss, _, _ in results),
-        gradients,
-        tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents),
-    )
-
-
-def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
-    """Norms, rotary embeddings and the loss are float32 inside these models, also
-    in float64; so parts of 1e-6 are what can be asked."""
-    assert ours.loss == pytest.approx(true.loss, rel=tolerance)
-    for mine, theirs in zip(ours.logits, true.logits, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-    assert ours.gradients.keys() == true.gradients.keys()
-    for name, gradient in true.gradients.items():
-        error = (ours.gradients[name] - gradient).abs().max()
-        assert error <= tolerance * gradient.abs().max(), name
 
 
 @pytest.mark.slow
@@ -412,12 +363,6 @@ def _tiny(name: str, config: str, **options: Any) -> Any:
     return getattr(transformers, name)(made)
 
 
-def _router_loss() -> Any:
-    model = decoder("mixtral")
-    model.config.output_router_logits = True
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -451,9 +396,8 @@ def _router_loss() -> Any:
             NotImplementedError,
             "makes one answer from tokens of a whole row",
         ),
-        (_router_loss, NotImplementedError, "adds a router loss over the tokens at hand"),
     ],
-    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "answers", "router"],
+    ids=["no-module", "plain", "classifier", "encoder", "mamba", "linear", "answers"],
 )  # fmt: skip
 def test_models_that_cannot_be_cut(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

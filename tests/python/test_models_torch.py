@@ -16,7 +16,7 @@ from longspan import Group, run_ranks
 
 pytest.importorskip("transformers")
 
-from oracle.tiny_decoders import FAMILIES, answer_of, decoder, gradients_of, packed
+from oracle.tiny_decoders import FAMILIES, SELECTING, answer_of, decoder, gradients_of, packed
 
 pytestmark = pytest.mark.slow  # graphs are compiled
 
@@ -63,9 +63,13 @@ def _fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: Selections are handed from layer to layer; experts break graphs in transformers itself.
+WITHOUT_EXPERTS = {"glm_moe_dsa": {"mlp_layer_types": ["dense"] * 3}}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_EXPERTS])
 def test_one_graph_for_changing_lengths(family: str) -> None:
-    model = longspan.parallelize(decoder(family, torch.float32))
+    model = longspan.parallelize(decoder(family, torch.float32, **WITHOUT_EXPERTS.get(family, {})))
     graphs = Graphs("aot_eager")
     # transformers itself breaks graphs where tokens choose their experts.
     whole = family != "gpt_oss"
@@ -110,7 +114,7 @@ def test_inductor_over_two_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reentrant"),
-    [(family, False) for family in FAMILIES]
+    [(family, False) for family in (*FAMILIES, *SELECTING)]
     # Keys that Gemma 4's layers share lose their gradient there, with any attention.
     + [(family, True) for family in FAMILIES if family != "gemma4"],
 )
@@ -126,7 +130,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "glm_moe_dsa", "deepseek_v32"])
 def test_autocast(family: str) -> None:
     """As far from float64 as one rank is under autocast, with each document alone."""
     case = packed([4, 9, 1, 11])
@@ -157,15 +161,16 @@ def test_autocast(family: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["model", "adapter"])
-def test_adapters(inside: bool) -> None:
-    """Parallelized before or after the adapter wraps it."""
+@pytest.mark.parametrize("family", ["llama", *SELECTING])
+def test_adapters(family: str, inside: bool) -> None:
+    """On every linear layer, and parallelized before or after the adapter wraps it."""
     peft = pytest.importorskip("peft")
     case = packed([4, 9, 1, 11])
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
 
     def adapted() -> Any:
         torch.manual_seed(5)
-        return peft.get_peft_model(decoder("llama"), copy.deepcopy(lora))
+        return peft.get_peft_model(decoder(family), copy.deepcopy(lora))
 
     true = answer_of(adapted(), case)
     assert true.gradients and all("lora" in name for name in true.gradients)

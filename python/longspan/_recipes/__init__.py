@@ -1,0 +1,28 @@
+"""Families whose layers do more than attend, and how each is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from longspan._recipes import selected_keys
+from longspan._recipes.recipe import Recipe, class_names
+
+__all__ = ["RECIPES", "Recipe", "recipe_for", "recipes_in"]
+
+RECIPES: tuple[Recipe, ...] = (*selected_keys.RECIPES,)
+_BY_CLASS = {recipe.attention: recipe for recipe in RECIPES}
+
+
+def recipe_for(module: torch.nn.Module) -> Recipe | None:
+    """The recipe for an attention module, if its family has one."""
+    return next((_BY_CLASS[name] for name in class_names(module) if name in _BY_CLASS), None)
+
+
+def recipes_in(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Recipe]]:
+    """Every module that a recipe answers for, by its name."""
+    for name, module in model.named_modules():
+        recipe = recipe_for(module)
+        if recipe is not None:
+            yield name, module, recipe

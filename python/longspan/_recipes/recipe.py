@@ -1,0 +1,47 @@
+"""What a recipe says about a family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longspan._models import AttentionLayer, Parallelized
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the attention of one family is cut, where redirecting its attention function
+    is not enough. Only instances inside a parallelized model change, by
+    `Parallelized.replace`, which `restore` undoes."""
+
+    family: str
+    #: The class of its attention, in full.
+    attention: str
+    #: Kinds of layers, in the configuration's words, that it answers for.
+    layer_kinds: frozenset[str]
+    #: What one attention module computes: (name, module).
+    layer: Callable[[str, Any], AttentionLayer]
+    #: Replaces methods of one attention module; raises before it does where this
+    #: module is not what the recipe was written for: (name, module, state).
+    redirect: Callable[[str, Any, Parallelized], None]
+    #: Where the model looks for masks that are ready, so that it builds none: keys of the
+    #: mapping it takes as `attention_mask`.
+    masks: tuple[str, ...] = ()
+    #: Refuses a batch that the family would get wrong: (who, batch).
+    check_batch: Callable[[str, Mapping[str, Any]], None] | None = None
+
+
+def class_names(module: torch.nn.Module) -> list[str]:
+    """Of a module's class and those it was derived from, in full."""
+    return [f"{one.__module__}.{one.__qualname__}" for one in type(module).__mro__]
+
+
+def not_sharded(module: torch.nn.Module) -> ValueError:
+    """A parallelized model got a batch of another kind."""
+    return ValueError(
+        f"{type(module).__name__}: a parallelized model was called without a sharded batch; "
+        f"call model(**longspan.shard(batch, group, model=model)), or longspan.restore(model)"
+    )

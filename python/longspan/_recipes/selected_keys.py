@@ -1,0 +1,214 @@
+"""Families that attend to the keys an indexer selects (DeepSeek Sparse Attention):
+GLM-5.2, DeepSeek-V3.2, A.X K2 and HY v4.
+
+Their layers keep a *latent row* a token, from which `kv_b_proj` makes the keys and
+values of every head. One row is what travels between ranks, not the heads: queries
+are taken into the rows' space instead (absorbed), attend to rows there, and the answer
+is taken to the values' space afterwards.
+
+Three methods of each instance are the seams. `expand_kv` hands rows on as they are, the
+indexer's `forward` selects among the keys of all ranks, and the attention function (ours,
+by its name in the configuration) gets both. Everything else, norms, rotary
+positions, gates and projections, is the family's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from longspan._agreement import in_layer_of
+from longspan._models import AttentionLayer, LocalAttention, Parallelized, Selection
+from longspan._recipes.recipe import Recipe, not_sharded
+
+
+@dataclass(frozen=True)
+class _Indexer:
+    """How a family's indexer rotates: by which function of its module, and where in a
+    head the rotated channels lie."""
+
+    rotary: str
+    rotated_last: bool = False
+
+
+def _rows(module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+    """In place of `expand_kv`: [B, 1, L, C] and [B, 1, L, R] as rows [B, 1, L, C + R],
+    in which a value is the first C channels of its key."""
+    rows = torch.cat((latents, rotated.to(latents.dtype)), dim=-1)
+    return rows, latents
+
+
+@torch.no_grad()
+def _select(
+    form: _Indexer,
+    indexer: Any,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: Any,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+) -> torch.Tensor:
+    """In place of an indexer's `forward`: for each query the tokens of the stream with
+    the greatest scores, int32 [B, L, slots]; -1 where it sees fewer. The mask is
+    what `shard` put in place of one."""
+    local = attention_mask
+    if not isinstance(local, LocalAttention):
+        raise not_sharded(indexer)
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    normed = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
+    k = normed.to(hidden_states.dtype).unsqueeze(2)
+    q, k = _rotated(form, indexer, q, k, position_embeddings)
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    # A positive factor passes through max(0, .), so the scores' scale goes here.
+    weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    if q.dtype == torch.float64:  # the family scores in float32, whatever its type
+        q, k = q.float(), k.float()
+    with in_layer_of(indexer):
+        return local.select_keys(q, k.squeeze(2), weights, slots=indexer.index_topk)
+
+
+def _rotated(
+    form: _Indexer,
+    indexer: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rotate = getattr(sys.modules[type(indexer).__module__], form.rotary)
+    turned, still = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+    sizes = [still, turned] if form.rotated_last else [turned, still]
+    parts_q, parts_k = list(torch.split(q, sizes, -1)), list(torch.split(k, sizes, -1))
+    at = 1 if form.rotated_last else 0
+    cos, sin = position_embeddings
+    parts_q[at], parts_k[at] = rotate(parts_q[at], parts_k[at], cos, sin, unsqueeze_dim=2)
+    return torch.cat(parts_q, dim=-1), torch.cat(parts_k, dim=-1)
+
+
+def attend(
+    module: Any,
+    local: LocalAttention,
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Heads [B, H, L, D] that attend to selected rows [B, 1, L, C + R]; [B, L, H, Dv]
+    comes back."""
+    to_keys, to_values = _expansion(module)
+    still, turned = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    # [B, H, L, K] x [H, K, C], as the latent rows would have made the heads' keys.
+    absorbed = torch.matmul(still, to_keys.to(still.dtype))
+    q = torch.cat((absorbed, turned), dim=-1).transpose(1, 2)
+    out = local.attend_selected(
+        q, rows.squeeze(1), indices, scale=scale, value_dim=module.kv_lora_rank, sink=sink
+    )
+    values = torch.matmul(out.transpose(1, 2), to_values.to(out.dtype))
+    return values.transpose(1, 2).contiguous()
+
+
+def _expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `kv_b_proj` does to a latent row, for each head: [H, K, C] to its key, and
+    [H, C, V] to its value. Adapters count: it is asked what it makes of the unit rows."""
+    linear = module.kv_b_proj
+    if type(linear) is nn.Linear and not linear._forward_hooks:
+        whole = linear.weight
+    else:
+        check_without_chance(linear)
+        like = next(linear.parameters())
+        units = torch.eye(module.kv_lora_rank, dtype=_computed_in(like), device=like.device)
+        whole = linear(units).t()
+    made = whole.reshape(module.num_heads, -1, module.kv_lora_rank)
+    keys, values = torch.split(made, [module.qk_nope_head_dim, module.v_head_dim], 1)
+    return keys, values.transpose(1, 2)
+
+
+def _computed_in(like: torch.Tensor) -> torch.dtype:
+    """Quantized weights are no floating tensors; what they compute in is."""
+    return like.dtype if like.is_floating_point() else torch.get_default_dtype()
+
+
+def check_without_chance(linear: Any) -> None:
+    """Dropout in front of an adapter acts on tokens, and there are none here."""
+    for part in linear.modules():
+        if isinstance(part, nn.Dropout) and part.p > 0 and part.training:
+            raise NotImplementedError(
+                f"kv_b_proj: an adapter drops {part.p:g} of its inputs in training, but its matrix "
+                f"is applied to queries, not to tokens; set the adapter's dropout to 0"
+            )
+
+
+def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> None:
+    for owner, method in ((module, "expand_kv"), (module.indexer, "forward")):
+        if owner is not None and method in vars(owner):
+            raise NotImplementedError(
+                f"parallelize: `{method}` of '{name}' was replaced already, so what it does is not "
+                f"known; put the family's own back first"
+            )
+    if any(part.endswith("bias") for part, _ in module.kv_b_proj.named_parameters()):
+        raise NotImplementedError(
+            f"parallelize: '{name}.kv_b_proj' has a bias, and rows that attention sees cannot "
+            f"carry one; train its adapters without"
+        )
+    state.replace(module, "expand_kv", functools.partial(_rows, module))
+    if module.indexer is None:
+        if module.layer_idx == 0:
+            raise ValueError(
+                f"parallelize: '{name}' takes over a selection, but no layer comes before it; the "
+                f"first of indexer_types is 'full'"
+            )
+    else:
+        slots = module.indexer.index_topk
+        if slots < 1:
+            raise ValueError(
+                f"parallelize: '{name}.indexer' selects {slots} keys (index_topk); expected at "
+                f"least 1"
+            )
+        state.replace(module.indexer, "forward", functools.partial(_select, form, module.indexer))
+
+
+def _layer(name: str, module: Any) -> AttentionLayer:
+    row = module.kv_lora_rank + module.qk_rope_head_dim
+    config = module.config
+    return AttentionLayer(
+        name=name,
+        heads=module.num_heads,
+        key_heads=1,
+        head_dim=row,
+        value_dim=module.kv_lora_rank,
+        sink=isinstance(getattr(module, "sinks", None), torch.Tensor),
+        selects=Selection(
+            slots=config.index_topk,
+            heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            shared=module.indexer is None,
+        ),
+    )
+
+
+def _recipe(family: str, folder: str, prefix: str, form: _Indexer) -> Recipe:
+    return Recipe(
+        family=family,
+        attention=f"transformers.models.{folder}.modeling_{folder}.{prefix}Attention",
+        layer_kinds=frozenset({"indexed_attention", "full_attention"}),
+        layer=_layer,
+        redirect=functools.partial(_redirect, form),
+        masks=("indexed_attention",),
+    )
+
+
+_INTERLEAVED, _HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
+
+RECIPES = (
+    _recipe("GLM-5.2", "glm_moe_dsa", "GlmMoeDsa", _Indexer(_INTERLEAVED)),
+    _recipe("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32", _Indexer(_HALVES)),
+    _recipe("A.X K2", "axk2", "AXK2", _Indexer(_HALVES)),
+    _recipe("HY v4", "hy_v4", "HYV4", _Indexer(_HALVES, rotated_last=True)),
+)

@@ -1,0 +1,63 @@
+"""A model over thread ranks, put together to what one rank would answer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from oracle.tiny_decoders import CASES, Answer, decoder, embedded, gradients_of
+from torch import Tensor
+
+import longspan
+from longspan import Group, run_ranks
+
+
+def over_ranks(
+    family: str,
+    case: str,
+    ranks: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    embeds: bool = False,
+    cut: dict[str, Any] | None = None,
+    **options: Any,
+) -> Answer:
+    """The same answer, put together from what the ranks computed."""
+    whole = CASES[case]()
+    model = decoder(family, dtype)
+
+    def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor]:
+        mine = longspan.parallelize(copy.deepcopy(model), group, **options)
+        batch = embedded(model, whole.batch) if embeds else whole.batch
+        local = longspan.shard(batch, group, model=mine, **(cut or {}))
+        out = mine(**local)
+        out.loss.backward()
+        logits = longspan.unshard(out.logits.detach(), local)
+        return out.loss.item(), gradients_of(mine), logits
+
+    results = run_ranks(ranks, body)
+    gradients: dict[str, Tensor] = {}
+    for _, some, _ in results:
+        for name, gradient in some.items():
+            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
+    for _, _, logits in results:
+        assert logits.equal(results[0][2])
+    return Answer(
+        sum(loss for loss, _, _ in results),
+        gradients,
+        tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents),
+    )
+
+
+def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
+    """Norms, rotary embeddings and the loss are float32 inside these models, also
+    in float64; so parts of 1e-6 are what can be asked."""
+    assert ours.loss == pytest.approx(true.loss, rel=tolerance)
+    for mine, theirs in zip(ours.logits, true.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert ours.gradients.keys() == true.gradients.keys()
+    for name, gradient in true.gradients.items():
+        error = (ours.gradients[name] - gradient).abs().max()
+        assert error <= tolerance * gradient.abs().max(), name

@@ -1,0 +1,201 @@
+"""Models with experts over ranks: router losses are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan import Group, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle.tiny_decoders import CASES, IGNORED, Answer, decoder, gradients_of, packed
+from oracle.whole_models import check
+
+#: So large that a mistake in the router's part shows in every gradient.
+OPTIONS = {"router_aux_loss_coef": 0.5}
+FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss")
+
+
+def experts(family: str) -> Any:
+    return decoder(family, **OPTIONS)
+
+
+def one_rank(family: str, case: str) -> tuple[Answer, Tensor]:
+    """Each document alone, and the family's own router loss of all their tokens; how many
+    tokens each expert got."""
+    model, whole = experts(family), CASES[case]()
+    targets = whole.targets()
+    count = targets.ne(IGNORED).sum()
+    total: Any = 0.0
+    routers: list[tuple[Tensor, ...]] = []
+    logits = []
+    for d in whole.documents:
+        ids = whole.ids[d.row : d.row + 1, d.begin : d.end]
+        out = model(
+            input_ids=ids,
+            labels=ids,
+            shift_labels=targets[d.row : d.row + 1, d.begin : d.end],
+            num_items_in_batch=count,
+            use_cache=False,
+            output_router_logits=True,
+        )
+        total = total + out.loss - OPTIONS["router_aux_loss_coef"] * out.aux_loss
+        routers.append(out.router_logits)
+        logits.append(out.logits[0].detach())
+    layers = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+    function = sys.modules[type(model).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    k = model.num_experts_per_tok
+    total = total + OPTIONS["router_aux_loss_coef"] * function(layers, model.num_experts, k)
+    total.backward()
+    chosen = torch.stack(
+        [torch.bincount(one.topk(k).indices.flatten(), minlength=one.shape[-1]) for one in layers]
+    )
+    return Answer(total.item(), gradients_of(model), tuple(logits)), chosen
+
+
+def over_ranks(family: str, case: str, ranks: int, how: str) -> tuple[Answer, list[Tensor]]:
+    """`how` the router loss is asked for."""
+    whole, model = CASES[case](), experts(family)
+    if how == "before":
+        model.config.output_router_logits = True
+
+    def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor, Tensor]:
+        mine = longspan.parallelize(copy.deepcopy(model), group)
+        batch = dict(whole.batch) | ({"output_router_logits": True} if how == "batch" else {})
+        if how == "after":
+            mine.config.output_router_logits = True
+        local = longspan.shard(batch, group, model=mine)
+        out = mine(**local)
+        out.loss.backward()
+        logits = longspan.unshard(out.logits.detach(), local)
+        counts = longspan.expert_counts(out, local)
+        return out.loss.item(), gradients_of(mine), logits, counts
+
+    results = run_ranks(ranks, body)
+    gradients = {
+        name: sum(r[1].get(name, torch.zeros(())) for r in results) for name in results[0][1]
+    }
+    rows = tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents)
+    answer = Answer(sum(r[0] for r in results), gradients, rows)
+    return answer, [r[3] for r in results]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", ["rows", "left", "slots"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_losses_are_those_of_the_whole_batch(family: str, case: str, ranks: int) -> None:
+    true, counts = one_rank(family, case)
+    ours, counted = over_ranks(family, case, ranks, "batch")
+    check(ours, true)
+    for mine in counted:
+        assert mine.equal(counts)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_it_may_be_asked_for_in_the_configuration(how: str) -> None:
+    true, _ = one_rank("mixtral", "rows")
+    check(over_ranks("mixtral", "rows", 2, how)[0], true)
+
+
+def test_it_is_not_asked_for_by_default() -> None:
+    model = longspan.parallelize(experts("mixtral"))
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+    out = model(**local)
+    assert out.aux_loss is None and out.router_logits is None
+    with pytest.raises(ValueError, match="does not say which experts were chosen; call the"):
+        longspan.expert_counts(out, local)
+
+
+def test_counts_follow_what_routers_choose_not_their_logits() -> None:
+    """GLM adds a bias to what it chooses by, and has no router loss."""
+    model = decoder("glm_moe_dsa")
+    bias = torch.tensor([100.0, 100.0, 0.0, 0.0])
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias.copy_(bias)
+    case = packed([6, 8, 9])
+
+    def body(group: Group) -> Tensor:
+        mine = longspan.parallelize(copy.deepcopy(model), group)
+        local = longspan.shard(dict(case.batch) | {"output_router_logits": True}, group, model=mine)
+        out = mine(**local)
+        assert out.aux_loss is None
+        return longspan.expert_counts(out, local)
+
+    for counts in run_ranks(3, body):
+        assert counts.tolist() == [[23, 23, 0, 0]] * 2  # two layers have experts
+
+
+def test_checkpoints_keep_the_gradient_of_routers_or_say_so() -> None:
+    model = longspan.parallelize(experts("mixtral")).train()
+    batch = dict(packed([7, 5]).batch) | {"output_router_logits": True}
+    local = longspan.shard(batch, model=model)
+    model(**local).loss.backward()
+    plain = gradients_of(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**local).loss.backward()
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, plain[name])
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="router logits carry no gradient"):
+        model(**local)
+
+
+def test_the_signature_of_forward_stays() -> None:
+    """Trainers drop the columns that it does not name."""
+    import inspect
+
+    model = experts("mixtral")
+    before = inspect.signature(model.forward)
+    assert inspect.signature(longspan.parallelize(model).forward) == before
+    longspan.restore(model)
+    assert "forward" not in vars(model)
+
+
+# ---- Bad input.
+
+
+def test_router_logits_of_a_model_without_experts() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    batch = dict(packed([7, 5]).batch) | {"output_router_logits": True}
+    with pytest.raises(ValueError, match="shard: output_router_logits is set, but LlamaFor"):
+        longspan.shard(batch, model=model)
+
+
+def test_noise_of_routers_in_training() -> None:
+    model = longspan.parallelize(decoder("mixtral", router_jitter_noise=0.1))
+    batch = packed([7, 5]).batch
+    local = longspan.shard(batch, model=model.eval())
+    assert model(**local).loss.isfinite()
+    message = r"MixtralForCausalLM multiplies .* \(router_jitter_noise is 0.1\)"
+    with pytest.raises(NotImplementedError, match="shard: " + message):
+        longspan.shard(batch, model=model.train())
+    with pytest.raises(NotImplementedError, match="MixtralForCausalLM: " + message):
+        model(**local)
+
+
+def test_a_router_loss_that_is_another() -> None:
+    """It is the function that is tried, not its name."""
+    from longspan import _routers
+
+    def other(logits: Any, experts: int, k: int, mask: Any = None) -> Tensor:
+        return torch.stack(logits).softmax(-1).square().mean()
+
+    assert not _routers._is_balance_loss(other)
+    mixtral = sys.modules[type(experts("mixtral")).__module__]
+    assert _routers._is_balance_loss(mixtral.load_balancing_loss_func)  # type: ignore[attr-defined]
+
+
+def test_answers_without_names() -> None:
+    model = longspan.parallelize(experts("mixtral"))
+    batch = dict(packed([7, 5]).batch) | {"output_router_logits": True, "return_dict": False}
+    with pytest.raises(ValueError, match="output_router_logits with return_dict=False"):
+        model(**longspan.shard(batch, model=model))

@@ -1,0 +1,166 @@
+"""Decoders whose layers attend to the keys that an indexer selects: GLM-5.2,
+DeepSeek-V3.2 and the families with the same layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, Ownership, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle.tiny_decoders import CASES, SELECTING, SLOTS, answer, decoder, packed
+from oracle.whole_models import check, over_ranks
+
+RANKS = (1, 2, 3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", SELECTING)
+def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
+    check(over_ranks(family, case, ranks), answer(family, case))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("family", SELECTING)
+def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
+    true = answer(family, "rows", embeds=True)
+    check(over_ranks(family, "rows", ranks, embeds=True), true)
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
+def test_every_layout(layout: str) -> None:
+    for case in ("rows", "left"):
+        check(over_ranks("glm_moe_dsa", case, 3, layout=layout), answer("glm_moe_dsa", case))
+
+
+def test_an_uneven_ownership_and_a_rank_of_pads() -> None:
+    for sizes in ([3, 1, 19], [12, 11, 3]):  # of 23 tokens a row
+        uneven = Ownership.of_sizes(sizes)
+        check(over_ranks("deepseek_v32", "rows", 3, layout=uneven), answer("deepseek_v32", "rows"))
+
+
+@pytest.mark.parametrize("family", SELECTING)
+def test_nobody_sees_another_document_or_the_future(family: str) -> None:
+    case = packed([6, 8, 9], [21, 2])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family), group)
+        assert longspan.leak_probe(model, case.batch, group) == []
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", SELECTING)
+def test_it_sends_what_explain_says(family: str, dtype: torch.dtype) -> None:
+    """A latent row and an index key a token, and no key of a shared selection; rows'
+    gradients go home."""
+    case = packed([6, 8, 9], [21, 2])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family, dtype), group)
+        said = longspan.explain(model, case.batch, group)
+        local = longspan.shard(case.batch, group, model=model)
+        before = group.sent_bytes
+        loss = model(**local).loss
+        forward = group.sent_bytes
+        loss.backward()
+        assert sum(cost.sent_forward for cost in said.layers) == forward - before
+        assert sum(cost.sent_backward for cost in said.layers) == group.sent_bytes - forward
+        row = (16 + 4) * dtype.itemsize
+        for cost in said.layers:
+            assert cost.layer.selects is not None
+            key = 0 if cost.layer.selects.shared else 8 * 4
+            assert cost.sent_forward == 2 * (group.size() - 1) * local.cut.local_tokens * (
+                row + key
+            )
+            assert cost.pairs <= SLOTS * 2 * local.cut.local_tokens
+
+    run_ranks(3, body)
+
+
+def test_explain_counts_the_pairs_of_selected_keys() -> None:
+    case = packed([6, 8, 9])
+    said = longspan.explain(decoder("glm_moe_dsa"), case.batch)
+    pairs = sum(min(at + 1, SLOTS) for d in case.documents for at in range(d.end - d.begin))
+    assert [cost.pairs for cost in said.layers] == [pairs] * 3
+    assert "6 selected" in str(said) and "6 shared" in str(said)
+
+
+# ---- What stays untouched, and what is refused.
+
+
+@pytest.mark.parametrize("family", SELECTING)
+def test_restore_undoes_it(family: str) -> None:
+    model, batch = decoder(family), packed([7, 5]).batch
+    plain = model(input_ids=batch["input_ids"]).logits
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    longspan.parallelize(model)
+    longspan.restore(model)
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert model(input_ids=batch["input_ids"]).logits.equal(plain)
+
+
+def test_a_refused_model_stays_as_it_was() -> None:
+    """The last layer is to blame, when the others have been redirected."""
+    model = decoder("glm_moe_dsa")
+    model.model.layers[2].self_attn.indexer.index_topk = 0
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    hooks = {id(m): len(m._forward_pre_hooks) for m in model.modules()}
+    message = "'model.layers.2.self_attn.indexer' selects 0 keys"
+    with pytest.raises(ValueError, match=message):
+        longspan.parallelize(model)
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert {id(m): len(m._forward_pre_hooks) for m in model.modules()} == hooks
+
+
+def test_a_selection_that_nobody_made() -> None:
+    model = decoder("glm_moe_dsa")
+    model.model.layers[0].self_attn.indexer = None
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn' takes over a selection"):
+        longspan.parallelize(model)
+
+
+def test_seams_that_are_taken() -> None:
+    model = decoder("deepseek_v32")
+    attention = model.model.layers[1].self_attn
+    attention.expand_kv = attention.expand_kv
+    with pytest.raises(NotImplementedError, match=r"`expand_kv` of 'model.layers.1.self_attn'"):
+        longspan.parallelize(model)
+
+
+def test_without_a_sharded_batch() -> None:
+    model = longspan.parallelize(decoder("glm_moe_dsa"))
+    with pytest.raises(ValueError, match="without a sharded batch"):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long))
+
+
+def test_dropout_is_refused() -> None:
+    model = longspan.parallelize(decoder("glm_moe_dsa", attention_dropout=0.1)).train()
+    with pytest.raises(
+        NotImplementedError, match=r"GlmMoeDsaAttention: drops 0.1 of its attention"
+    ):
+        model(**longspan.shard(packed([7, 5]).batch, model=model))
+
+
+def test_adapters_that_cannot_be_absorbed() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(**options: Any) -> Any:
+        lora = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], **options)
+        return peft.get_peft_model(decoder("glm_moe_dsa"), lora)
+
+    model = longspan.parallelize(adapted(lora_dropout=0.5)).train()
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+    with pytest.raises(NotImplementedError, match=r"kv_b_proj: an adapter drops 0.5"):
+        model(**local)
+    assert model.eval()(**local).loss.isfinite()
+    with pytest.raises(NotImplementedError, match=r"self_attn.kv_b_proj' has a bias"):
+        longspan.parallelize(adapted(lora_bias=True))
