@@ -36,6 +36,7 @@ def add_attention(
         local.setdefault("num_items_in_batch", targets)
     local["use_cache"] = False
     attention = LocalAttention(local.cut, state.group, state.strategy, state.windows)
+    attention.prepare(state.layers)
     local[KEYWORD] = attention
     if state.masks:
         local["attention_mask"] = dict.fromkeys(state.masks, attention)

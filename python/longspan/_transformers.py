@@ -197,6 +197,9 @@ def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
 def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
     _routers.check_batch(model, list(_pretrained(model)), batch)
+    for recipe in {recipe.family: recipe for _, _, recipe in recipes_in(model)}.values():
+        if recipe.check_batch is not None:
+            recipe.check_batch("shard", model, batch)
     for part in _pretrained(model):
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
