@@ -193,10 +193,13 @@ class LocalAttention:
         for layer in layers:
             if layer.pools is None:
                 continue
+            host = torch.device("cpu")
             if layer.window is not None:
-                self.halo(layer.window - 1)
+                self.halo(layer.window - 1).seen(host)
             if layer.pools.ratio is not None:
-                self.pools(layer.pools.ratio, layer.pools.overlap)
+                pools = self.pools(layer.pools.ratio, layer.pools.overlap)
+                if layer.pools.selects is None:
+                    pools.ended(host)
 
     def halo(self, count: int) -> HaloPlan:
         """The tokens before each run of [B, L, ..]."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan import Group, Ownership, run_ranks
+from longspan import Group, Ownership, comm, dsa, run_ranks
+from longspan._local_batch import KEYWORD
 
 pytest.importorskip("transformers")
 
 from oracle.all_double import AllDouble
-from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, packed
+from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, gradients_of, packed
 from oracle.whole_models import check, over_ranks
 
 V4 = "deepseek_v4"
@@ -162,6 +163,77 @@ def test_explain_counts_pairs() -> None:
     pairs = [window, window + chosen, window + ended, window + chosen]
     assert [cost.pairs for cost in said.layers] == pairs
     assert "window 5, 2 pools of 4 sink" in str(said) and "window 5, pools of 6 sink" in str(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [1, 2])
+def test_one_graph_for_changing_lengths(layer: int) -> None:
+    """The attention of a layer with pools, whole; experts break the model's graph."""
+    torch._dynamo.reset()
+    model = longspan.parallelize(decoder(V4))
+    attention, rotary = model.model.layers[layer].self_attn, model.model.rotary_emb
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
+    for lengths in ([46, 8, 3], [30, 1, 40], [70]):
+        local = longspan.shard(packed(lengths).batch, model=model)
+        tokens = local["input_ids"].shape[1]
+        answers = []
+        for call in (compiled, attention):
+            x = torch.linspace(-1, 1, tokens * 32, dtype=torch.float64).view(1, tokens, 32)
+            x = x.sin().requires_grad_()
+            positions = local["position_ids"]
+            turned = {kind: rotary(x, positions, layer_type=kind) for kind in ("main", "compress")}
+            out, _ = call(
+                hidden_states=x,
+                position_embeddings=turned,
+                position_ids=positions,
+                attention_mask=None,
+                **{KEYWORD: local[KEYWORD]},
+            )
+            attention.zero_grad()
+            out.square().sum().backward()
+            answers.append([out.detach(), x.grad, *gradients_of(attention).values()])
+        for mine, plain in zip(*answers, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-9)
+        if lengths[0] == 46:
+            first = len(graphs)
+    assert len(graphs) == first, "a new length made a new graph"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_layers_send_a_fraction_of_what_they_read(ranks: int, layout: str) -> None:
+    """DeepSeek-V4-Flash with 1024 tokens a rank, bfloat16: against all rows of keys, all
+    pools and, where windows overlap, the float32 tensors that pools are made of."""
+    here, key, index_key = 1024, 512, 128
+    owners = getattr(Ownership, layout)(here * ranks, ranks)
+    attention = longspan.AttentionLayout(owners)
+    bounds = {None: 8, 4: 20, 128: 8}
+
+    def body(group: Group) -> dict[int | None, float]:
+        found = {}
+        for ratio in bounds:
+            sent = comm.HaloPlan(attention, 127, group=group).sent_bytes(
+                "forward", bytes_per_token=2 * key
+            )
+            read = here * key * 2
+            if ratio is not None:
+                plan = dsa.PoolPlan(attention, ratio, overlap=ratio == 4, group=group)
+                for channels in (key, index_key) if ratio == 4 else (key,):
+                    sent += plan.sent_bytes("forward", channels=channels)
+                    sent += plan.gathered_bytes("forward", bytes_per_pool=2 * channels)
+                    read += here // ratio * channels * 2
+                    read += 2 * here * 2 * channels * 4 if ratio == 4 else 0
+            found[ratio] = read * (ranks - 1) / sent if sent else float("inf")
+        return found
+
+    for fractions in run_ranks(ranks, body):
+        assert all(fractions[ratio] >= least for ratio, least in bounds.items()), fractions
 
 
 # ---- What stays untouched, and what is refused.
