@@ -5,6 +5,7 @@
 /// Link Longspan::core. What needs torch is in <longspan/torch.h>.
 
 #include "longspan/core/coverage.h"
+#include "longspan/core/document_runs.h"
 #include "longspan/core/errors.h"
 #include "longspan/core/key_lines.h"
 #include "longspan/core/mask.h"
@@ -23,5 +24,7 @@
 #include "longspan/draw/svg.h"
 #include "longspan/draw/text.h"
 #include "longspan/plan/attention_layout.h"
+#include "longspan/plan/halo_plan.h"
 #include "longspan/plan/plan.h"
+#include "longspan/plan/pool_plan.h"
 #include "longspan/plan/strategy.h"

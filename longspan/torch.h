@@ -5,6 +5,7 @@
 
 #include "longspan/attention/attend.h"
 #include "longspan/attention/fetch.h"
+#include "longspan/attention/pool_tokens.h"
 #include "longspan/attention/selected.h"
 #include "longspan/batch/cut.h"
 #include "longspan/batch/derive.h"
@@ -24,6 +25,7 @@
 #include "longspan/comm/needed.h"
 #include "longspan/comm/reduce_loss.h"
 #include "longspan/comm/run_ranks.h"
+#include "longspan/comm/tokens_before.h"
 #include "longspan/longspan.h"
 #include "longspan/ops/key_windows.h"
 #include "longspan/ops/selection.h"

@@ -128,7 +128,7 @@ int64_t tokens_in(const std::vector<PlannedParcel>& parcels) {
   return tokens;
 }
 
-Checked counted(int64_t value) {
+Checked guarded(int64_t value) {
   return {"Plan", value};
 }
 
@@ -297,32 +297,32 @@ HeadShare Plan::head_share(const AttentionShape& shape) const {
 }
 
 int64_t Plan::key_bytes(const AttentionShape& shape) const {
-  return (counted(rows_) * head_share(shape).key_heads.size() *
-          (counted(shape.head_dim) + shape.value_dim) * shape.bytes_per_element)
+  return (guarded(rows_) * head_share(shape).key_heads.size() *
+          (guarded(shape.head_dim) + shape.value_dim) * shape.bytes_per_element)
       .value();
 }
 
 int64_t Plan::gradient_bytes(const AttentionShape& shape) const {
-  return (counted(rows_) * head_share(shape).key_heads.size() *
-          (counted(shape.head_dim) + shape.value_dim) * summed_bytes(shape))
+  return (guarded(rows_) * head_share(shape).key_heads.size() *
+          (guarded(shape.head_dim) + shape.value_dim) * summed_bytes(shape))
       .value();
 }
 
 SentBytes Plan::sent(const AttentionShape& shape, Pass pass) const {
   check_shape(shape);
-  const Checked element = counted(shape.bytes_per_element);
-  const Checked sum = counted(summed_bytes(shape));
+  const Checked element = guarded(shape.bytes_per_element);
+  const Checked sum = guarded(summed_bytes(shape));
   const int members = strategy_.head_ranks;
   const HeadShare mine = head_share(shape);
-  const Checked query = counted(shape.head_dim);
-  const Checked value = counted(shape.value_dim);
+  const Checked query = guarded(shape.head_dim);
+  const Checked value = guarded(shape.value_dim);
   const Checked both = query + value;
-  Checked keys = counted(0), gradients = keys, to_heads = keys,
+  Checked keys = guarded(0), gradients = keys, to_heads = keys,
           to_tokens = keys;
   for (const PlanStep& step : steps_) {
-    keys += counted(tokens_in(step.sends)) * key_bytes(shape);
+    keys += guarded(tokens_in(step.sends)) * key_bytes(shape);
     if (pass == Pass::backward) {
-      gradients += counted(tokens_in(step.returns)) * gradient_bytes(shape);
+      gradients += guarded(tokens_in(step.returns)) * gradient_bytes(shape);
     }
   }
   for (int other = 0; other < members; ++other) {
@@ -330,12 +330,12 @@ SentBytes Plan::sent(const AttentionShape& shape, Pass pass) const {
     const auto theirs =
         HeadShare::of(shape.heads, shape.key_heads, other, members);
     const auto tokens_of = [&](int who) {
-      return counted(rows_) * member_tokens_[static_cast<std::size_t>(who)];
+      return guarded(rows_) * member_tokens_[static_cast<std::size_t>(who)];
     };
     const Checked here = tokens_of(member()), there = tokens_of(other);
-    const Checked their_heads = counted(theirs.heads.size());
-    const Checked their_keys = counted(theirs.key_heads.size());
-    const Checked my_heads = counted(mine.heads.size());
+    const Checked their_heads = guarded(theirs.heads.size());
+    const Checked their_keys = guarded(theirs.key_heads.size());
+    const Checked my_heads = guarded(mine.heads.size());
     if (pass == Pass::forward) {
       // q, k and v go out; outputs and their log-sum-exp come back.
       to_heads += here * element * (their_heads * query + their_keys * both);
@@ -347,7 +347,7 @@ SentBytes Plan::sent(const AttentionShape& shape, Pass pass) const {
           here * element * (their_heads * (both + value) + their_keys * both);
       to_heads += here * their_heads * sum;
       to_tokens += there * (my_heads * query * element +
-                            counted(mine.key_heads.size()) * both * sum);
+                            guarded(mine.key_heads.size()) * both * sum);
     }
   }
   (void)(keys + gradients + to_heads + to_tokens);  // total() counts too

@@ -16,6 +16,7 @@ void bind_plan(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
+void bind_pools(pybind11::module_& m);     // of plan and attention
 void bind_selected(pybind11::module_& m);  // of attention
 
 }  // namespace longspan::python

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/document_runs.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
 #include "longspan/core/multiple.h"
@@ -354,6 +355,35 @@ void bind_mask(py::module_& m) {
       .def("__repr__", &Mask::to_string);
 }
 
+void bind_runs(py::module_& m) {
+  py::class_<DocumentRun>(
+      m, "DocumentRun", "A contiguous piece of one document that a rank holds.")
+      .def_readonly("document", &DocumentRun::document)
+      .def_readonly("tokens", &DocumentRun::tokens, "Of the stream.")
+      .def_readonly("local", &DocumentRun::local,
+                    "Local index of the first token.")
+      .def_readonly("position", &DocumentRun::position,
+                    "Position of the first token in its document.")
+      .def_property_readonly(
+          "before",
+          [](const DocumentRun& run)
+              -> std::optional<std::pair<int, TokenRange>> {
+            if (run.before_rank == DocumentRun::kNobody) return std::nullopt;
+            return std::pair{run.before_rank, run.before};
+          },
+          "The run of this document that ends where this one begins, and who "
+          "holds it: (rank, tokens); None where the document begins here.")
+      .def("__len__", &DocumentRun::size)
+      .def(py::self == py::self)
+      .def("__repr__", [](const DocumentRun& run) {
+        return join("DocumentRun(document ", run.document, ", tokens ",
+                    run.tokens, ", local ", run.local, ", position ",
+                    run.position, ")");
+      });
+  m.def("runs_of", &runs_of, py::arg("packing"), py::arg("ownership"),
+        py::arg("rank"));
+}
+
 void bind_work(py::module_& m) {
   py::class_<RankWork>(m, "RankWork", "What one rank has to do.")
       .def_readonly("tokens", &RankWork::tokens)
@@ -393,6 +423,7 @@ void bind_core(py::module_& m) {
   bind_ownership(m);
   bind_layouts(m);
   bind_mask(m);
+  bind_runs(m);
   bind_work(m);
 }
 

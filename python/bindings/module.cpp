@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m) {
   longspan::python::bind_batch(m);
   longspan::python::bind_comm(m);
   longspan::python::bind_attention(m);
+  longspan::python::bind_pools(m);
   longspan::python::bind_selected(m);
   longspan::python::name_refusals(m);
 }

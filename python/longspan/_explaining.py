@@ -21,6 +21,7 @@ from longspan._models import (
     AttentionLayer,
     Groups,
     Parallelized,
+    Pooling,
     Selection,
     check_layout,
     find_state,
@@ -152,6 +153,8 @@ def _cost(
 ) -> LayerCost:
     if layer.selects is not None:
         return _selected_cost(layer, layer.selects, cut, dtype, device)
+    if layer.pools is not None:
+        return _pooled_cost(layer, layer.pools, cut, dtype, device)
     made = plan(
         cut.ownership,
         layer.masks(cut, groups),
@@ -241,6 +244,66 @@ def _selected_cost(
     )
 
 
+def _pooled_cost(
+    layer: AttentionLayer,
+    pools: Pooling,
+    cut: _C.Cut,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerCost:
+    """Rows of the window come over borders, and finished pools to every rank; what an
+    indexer sees learns nothing, so it has no backward."""
+    rows, masks, here = len(cut.packings), layer.masks(cut), cut.local_tokens
+    assert layer.window is not None
+    halo = _C.HaloPlan.of(cut.ownership, masks, layer.window - 1, cut.rank, rows)
+    row = layer.head_dim * dtype.itemsize
+    sums = max(dtype.itemsize, 4)
+    sent = {way: halo.sent_bytes(way, row) for way in ("forward", "backward")}
+    slots, pairs = layer.window, _selected_pairs(cut, layer.window)
+    keys, chosen = rows * here + halo.received, ""
+
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(1, dtype=of, device=device).expand(shape)
+
+    if pools.ratio is not None:
+        made = _C.PoolPlan.of(cut.ownership, masks, pools.ratio, pools.overlap, cut.rank, rows)
+        total = sum(made.sizes)
+        for way in sent:
+            sent[way] += made.sent_bytes(way, layer.head_dim, sums) + made.gathered_bytes(way, row)
+        start, end = made.windows
+        seen = end.long() - start
+        most = int(seen.max()) if seen.numel() else 0
+        if pools.selects is not None:
+            scored = torch.float32 if dtype == torch.float64 else dtype
+            channels, most = pools.selects.head_dim, min(pools.selects.slots, total)
+            sent["forward"] += made.sent_bytes("forward", channels, sums)
+            sent["forward"] += made.gathered_bytes("forward", channels * scored.itemsize)
+            name = which_kernel(
+                tensor(rows * here, pools.selects.heads, channels, of=scored),
+                tensor(total, channels, of=scored),
+                tensor(rows * here, pools.selects.heads, of=torch.float32),
+                "select_keys",
+                slots=most,
+            )
+            chosen = f"; selects by {name}"
+        slots, pairs, keys = slots + most, pairs + int(seen.clamp(max=most).sum()), keys + total
+    kernel = which_kernel(
+        tensor(rows * here, layer.heads, layer.head_dim),
+        tensor(keys, layer.head_dim),
+        tensor(rows * here, slots, of=torch.int32),
+        "attend_selected",
+    )
+    return LayerCost(
+        layer=layer,
+        strategy="borders" if pools.ratio is None else "borders and pools",
+        steps=1,
+        pairs=pairs,
+        sent_forward=sent["forward"],
+        sent_backward=sent["backward"],
+        kernel=kernel + chosen,
+    )
+
+
 def _selected_pairs(cut: _C.Cut, slots: int) -> int:
     """Keys of this rank's queries: all before in the document, or so many."""
     mine = cut.ownership.tokens_of(cut.rank)
@@ -273,6 +336,9 @@ def _columns(cost: LayerCost) -> tuple[str, ...]:
     sees += " groups" if layer.groups else ""
     if layer.selects is not None:
         sees = f"{layer.selects.slots} {'shared' if layer.selects.shared else 'selected'}"
+    if layer.pools is not None and layer.pools.ratio is not None:
+        chosen = layer.pools.selects
+        sees += f", {f'{chosen.slots} ' if chosen else ''}pools of {layer.pools.ratio}"
     sees += " softcap" if layer.softcap else ""
     sees += " sink" if layer.sink else ""
     return (

@@ -42,6 +42,7 @@ def add_attention(
     local["use_cache"] = False
     groups = groups_in(packed)
     attention = LocalAttention(local.cut, state.group, state.strategy, state.sights, groups)
+    attention.prepare(state.layers)
     local[KEYWORD] = attention
     if state.masks:
         local["attention_mask"] = dict.fromkeys(state.masks, attention)

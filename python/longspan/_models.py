@@ -20,6 +20,7 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_kind, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
+from longspan._pools import HaloPlan, PoolPlan
 from longspan._strategy import Strategy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -45,6 +46,17 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Pooling:
+    """Pools of tokens that a layer sees beside its window; rows of keys come over the
+    borders of a share, and attention looks at lists of them."""
+
+    ratio: int | None = None  #: tokens of a pool; None: there are none
+    overlap: bool = False  #: whether a pool looks at the window before its own
+    #: How an indexer selects among them; None: a token sees all that have ended.
+    selects: Selection | None = None
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """What one attention layer computes, as far as its module says."""
 
@@ -61,6 +73,8 @@ class AttentionLayer:
     #: Attention to selected keys: `key_heads` is 1, and a value is the first channels of
     #: its key.
     selects: Selection | None = None
+    #: A window whose rows are listed, and pools: `key_heads` is 1, and keys are values.
+    pools: Pooling | None = None
 
     def masks(self, cut: _C.Cut, groups: Groups = ()) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
@@ -202,6 +216,39 @@ class LocalAttention:
         self._layouts: dict[Sight, AttentionLayout] = {}
         for window, reach in ((None, None), *sights):
             self.layout(window, reach)
+        self._halos: dict[int, HaloPlan] = {}
+        self._pools: dict[tuple[int, bool], PoolPlan] = {}
+
+    def prepare(self, layers: Sequence[AttentionLayer]) -> None:
+        """Makes the plans of these layers, which compiled code cannot."""
+        for layer in layers:
+            if layer.pools is None:
+                continue
+            host = torch.device("cpu")
+            if layer.window is not None:
+                self.halo(layer.window - 1).seen(host)
+            if layer.pools.ratio is not None:
+                pools = self.pools(layer.pools.ratio, layer.pools.overlap)
+                if layer.pools.selects is None:
+                    pools.ended(host)
+
+    def halo(self, count: int) -> HaloPlan:
+        """The tokens before each run of [B, L, ..]."""
+        found = self._halos.get(count)
+        if found is None:
+            rows = len(self.cut.packings)
+            found = HaloPlan(self.layout(), count, group=self.group, rows=rows)
+            self._halos[count] = found
+        return found
+
+    def pools(self, ratio: int, overlap: bool) -> PoolPlan:
+        """Pools of the tokens of [B, L, ..]."""
+        found = self._pools.get((ratio, overlap))
+        if found is None:
+            rows = len(self.cut.packings)
+            found = PoolPlan(self.layout(), ratio, overlap=overlap, group=self.group, rows=rows)
+            self._pools[ratio, overlap] = found
+        return found
 
     def layout(self, window: int | None = None, groups: str | None = None) -> AttentionLayout:
         """Owners and masks of layers with this window (None is causal), whose tokens of a

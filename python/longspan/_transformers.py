@@ -243,6 +243,9 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
     parts = list(_pretrained(model))
     check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
     _routers.check_batch(model, parts, batch)
+    for recipe in {recipe.family: recipe for _, _, recipe in recipes_in(model)}.values():
+        if recipe.check_batch is not None:
+            recipe.check_batch("shard", model, batch)
     for part in parts:
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)

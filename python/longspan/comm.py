@@ -15,9 +15,11 @@ from longspan._agreement import in_layer, tells_ranks
 from longspan._arguments import check_tensors, check_whole, speaking_as, whole_numbers
 from longspan._C import needed_table, received_ranges
 from longspan._group import Group, LostPeer, agree
+from longspan._pools import HaloPlan, tokens_before
 from longspan._randomness import rank_seed, seeded_ranks
 
 __all__ = [
+    "HaloPlan",
     "LostPeer",
     "agree",
     "all_gather_tokens",
@@ -33,6 +35,7 @@ __all__ = [
     "roll",
     "rotate",
     "seeded_ranks",
+    "tokens_before",
 ]
 
 

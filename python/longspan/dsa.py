@@ -33,15 +33,19 @@ from longspan._attention import (
     ownership_of,
 )
 from longspan._group import Group, ranks_of
+from longspan._pools import PoolPlan, gather_pools, pool_tokens
 
 __all__ = [
     "FETCHES",
+    "PoolPlan",
     "SelectedAnswer",
     "attend_selected",
     "compare_selections",
     "document_windows",
+    "gather_pools",
     "index_loss",
     "index_scores",
+    "pool_tokens",
     "rotate_channels",
     "score_selected",
     "select_and_attend",

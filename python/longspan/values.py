@@ -4,6 +4,7 @@ the cut, tiles and work of ranks, tensors that say where documents lie, pictures
 from longspan._batch import pack, pad, shard_chunks
 from longspan._C import (
     Cut,
+    DocumentRun,
     NamedLayout,
     PackedBatch,
     Picture,
@@ -17,6 +18,7 @@ from longspan._C import (
     named_layouts,
     padding_mask,
     position_ids,
+    runs_of,
     tiles,
     work_of,
     work_per_rank,
@@ -26,6 +28,7 @@ from longspan._local_batch import LocalBatch
 
 __all__ = [
     "Cut",
+    "DocumentRun",
     "LocalBatch",
     "NamedLayout",
     "PackedBatch",
@@ -43,6 +46,7 @@ __all__ = [
     "pad",
     "padding_mask",
     "position_ids",
+    "runs_of",
     "shard_chunks",
     "tiles",
     "work_of",

@@ -227,6 +227,13 @@ _table: Make = lambda _: comm.needed_table(  # noqa: E731
 )
 
 
+def _layout() -> longspan.AttentionLayout:
+    return longspan.AttentionLayout(Ownership.contiguous(8, 1), Mask.causal(Packing.of([5, 3])))
+
+
+_attention: Make = lambda _: _layout()  # noqa: E731
+
+
 def _parity_run(model: Any, local: Any, group: Any) -> Any:
     logits = model(local["input_ids"].unsqueeze(-1).float())
     return logits.sum(), logits
@@ -583,6 +590,21 @@ TARGETS: list[Target] = [
     Target("received_ranges", comm.received_ranges,
            {"table": _table, "ownership": lambda _: Ownership.contiguous(8, 1),
             "rank": _whole(0)}),
+    Target("HaloPlan", comm.HaloPlan,
+           {"attention": _attention, "count": _whole(0, 3), "group": _solo,
+            "rows": one_of(lambda: None, lambda: 2)}),
+    Target("tokens_before", comm.tokens_before,
+           {"x": _tensor(8, 4), "halo": lambda _: comm.HaloPlan(_layout(), 2), "group": _solo}),
+    Target("PoolPlan", dsa.PoolPlan,
+           {"attention": _attention, "ratio": _whole(1, 4), "overlap": _flag, "group": _solo,
+            "rows": one_of(lambda: None, lambda: 2)}),
+    Target("pool_tokens", dsa.pool_tokens,
+           {"values": _tensor(8, 4), "gates": _tensor(8, 4), "bias": _tensor(2, 4),
+            "pools": lambda _: dsa.PoolPlan(_layout(), 2, overlap=True), "group": _solo}),
+    Target("gather_pools", dsa.gather_pools,
+           {"x": _tensor(3, 4), "pools": lambda _: dsa.PoolPlan(_layout(), 2), "group": _solo}),
+    Target("runs_of", values.runs_of,
+           {"packing": lambda _: Packing.of([5, 3]), "ownership": _owners, "rank": _whole(0)}),
     Target("agree", comm.agree, {"group": _solo, "fields": lambda _: {"a": 3}}),
     Target("rank_seed", comm.rank_seed, {"seed": _whole(3), "group": _solo}),
     # Plain answers.

@@ -192,11 +192,67 @@ SELECTING: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Tokens of a pool of DeepSeek-V4: where an indexer selects, and where all are seen.
+POOLS = (4, 6)
+
+
+def _pooling(**others: Any) -> Any:
+    """DeepSeek-V4 with a layer of each kind, whose first experts are chosen by token id."""
+    model = _decoder(
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        layer_types=[
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        mlp_layer_types=["hash_moe", "moe", "moe", "hash_moe"],
+        compress_rates={
+            "compressed_sparse_attention": POOLS[0],
+            "heavily_compressed_attention": POOLS[1],
+        },
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        partial_rotary_factor=0.5,
+        sliding_window=WINDOW,
+        q_lora_rank=12,
+        o_groups=2,
+        o_lora_rank=4,
+        index_n_heads=32,  # so that no ties decide
+        index_head_dim=8,
+        index_topk=2,
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        experts_implementation="eager",
+    )(**others)
+    random = torch.Generator().manual_seed(3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(VOCABULARY, 4, generator=random).argsort(-1)[:, :2])
+    return model
+
+
+#: Windows, and pools of the tokens before them.
+POOLING: dict[str, Callable[..., Any]] = {"deepseek_v4": _pooling}
+
+
 def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A model with random weights, the same in every process and type. Options are of its
     configuration."""
     torch.manual_seed(0)
-    return with_random_weights((FAMILIES | OTHERS | SELECTING)[family](**options), dtype)
+    made = (FAMILIES | OTHERS | SELECTING | POOLING)[family](**options)
+    return with_random_weights(made, dtype)
 
 
 def with_random_weights(model: Any, dtype: torch.dtype) -> Any:

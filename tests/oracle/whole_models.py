@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from oracle.tiny_decoders import CASES, Answer, Document, decoder, embedded, gradients_of
+from oracle.tiny_decoders import CASES, Answer, Case, Document, decoder, embedded, gradients_of
 from torch import Tensor
 
 import longspan
@@ -17,24 +18,26 @@ from longspan import Group, run_ranks
 
 def over_ranks(
     family: str,
-    case: str,
+    case: str | Case,
     ranks: int,
     *,
     dtype: torch.dtype = torch.float64,
     embeds: bool = False,
     cut: dict[str, Any] | None = None,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> Answer:
-    """The same answer, put together from what the ranks computed."""
-    whole = CASES[case]()
+    """The same answer, put together from what the ranks computed inside a context."""
+    whole = CASES[case]() if isinstance(case, str) else case
     model = decoder(family, dtype)
 
     def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor]:
         mine = longspan.parallelize(copy.deepcopy(model), group, **options)
         batch = embedded(model, whole.batch) if embeds else whole.batch
         local = longspan.shard(batch, group, model=mine, **(cut or {}))
-        out = mine(**local)
-        out.loss.backward()
+        with inside():
+            out = mine(**local)
+            out.loss.backward()
         logits = longspan.unshard(out.logits.detach(), local)
         return out.loss.item(), gradients_of(mine), logits
 

@@ -39,14 +39,19 @@ def whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
+#: Its hyper-connections add up over tokens in float32, in models of float64 too.
+TOLERANCE = {"deepseek_v4": 5e-5}
+
+
 def check(name: str, model: Any, true: Mapping[str, Tensor], norm: Tensor) -> None:
+    tolerance = TOLERANCE.get(name.split()[0], 3e-6)
     parameters = dict(model.named_parameters())
     for key, gradient in true.items():
         found = whole(parameters[key].grad)
         error = (found - gradient).abs().max()
-        assert error <= 3e-6 * gradient.abs().max(), (name, key, error)
+        assert error <= tolerance * gradient.abs().max(), (name, key, error)
     expected = torch.stack([g.norm() for g in true.values()]).norm()
-    torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
+    torch.testing.assert_close(norm, expected, rtol=tolerance, atol=0)
     if world.rank() == 0:
         print(name, flush=True)
 
@@ -72,7 +77,7 @@ def layers_sharded(model: Any, over: Any) -> Any:
     return fully_shard(model, mesh=over)
 
 
-for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa"):
+for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
     true = truth(family)
     for kind, over in (("two axes", mesh), ("flat", flat), ("replicas", mesh["dp"])):
         model = layers_sharded(longspan.parallelize(decoder(family), cp), over)
@@ -84,7 +89,7 @@ for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa"):
     check(f"{family} fsdp first", model, true, step(model, model))
     model = DistributedDataParallel(
         longspan.parallelize(decoder(family), cp),
-        find_unused_parameters=family in ("gpt_oss", "glm_moe_dsa"),
+        find_unused_parameters=family in ("gpt_oss", "glm_moe_dsa", "deepseek_v4"),
     )
     named = {f"module.{name}": gradient for name, gradient in true.items()}
     check(f"{family} ddp", model, named, step(model, model))

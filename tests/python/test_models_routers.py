@@ -20,7 +20,9 @@ from oracle.whole_models import check
 
 #: So large that a mistake in the router's part shows in every gradient.
 OPTIONS = {"router_aux_loss_coef": 0.5}
-FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v4")
+#: Hyper-connections add up over tokens in float32, in models of float64 too.
+TOLERANCE = {"deepseek_v4": 5e-5}
 
 
 def experts(family: str) -> Any:
@@ -93,7 +95,7 @@ def over_ranks(family: str, case: str, ranks: int, how: str) -> tuple[Answer, li
 def test_router_losses_are_those_of_the_whole_batch(family: str, case: str, ranks: int) -> None:
     true, counts = one_rank(family, case)
     ours, counted = over_ranks(family, case, ranks, "batch")
-    check(ours, true)
+    check(ours, true, TOLERANCE.get(family, 3e-6))
     for mine in counted:
         assert mine.equal(counts)
 

@@ -23,7 +23,7 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     outputs = outputs_of(processes, timeout=400)
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     lines = outputs[0].splitlines()
-    for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa"):
+    for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
         for kind in ("fsdp two axes", "fsdp flat", "fsdp replicas", "fsdp first", "ddp"):
             assert f"{family} {kind}" in lines
     assert "llama fsdp compiled" in lines

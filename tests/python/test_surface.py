@@ -42,6 +42,7 @@ TOP = [
 
 MODULES = {
     "comm": [
+        "HaloPlan",
         "LostPeer",
         "agree",
         "all_gather_tokens",
@@ -57,15 +58,19 @@ MODULES = {
         "roll",
         "rotate",
         "seeded_ranks",
+        "tokens_before",
     ],
     "dsa": [
         "FETCHES",
+        "PoolPlan",
         "SelectedAnswer",
         "attend_selected",
         "compare_selections",
         "document_windows",
+        "gather_pools",
         "index_loss",
         "index_scores",
+        "pool_tokens",
         "rotate_channels",
         "score_selected",
         "select_and_attend",
@@ -78,6 +83,7 @@ MODULES = {
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
         "Cut",
+        "DocumentRun",
         "LocalBatch",
         "NamedLayout",
         "PackedBatch",
@@ -95,6 +101,7 @@ MODULES = {
         "pad",
         "padding_mask",
         "position_ids",
+        "runs_of",
         "shard_chunks",
         "tiles",
         "work_of",

@@ -20,7 +20,16 @@ BUILD = os.environ.get("LONGSPAN_BUILD", "build/dev")
 
 #: Not functions, or nothing to give them.
 WITHOUT_ARGUMENTS = {
-    *("Cut", "FETCHES", "LocalBatch", "LostPeer", "NamedLayout", "PackedBatch", "RankWork"),
+    *(
+        "Cut",
+        "DocumentRun",
+        "FETCHES",
+        "LocalBatch",
+        "LostPeer",
+        "NamedLayout",
+        "PackedBatch",
+        "RankWork",
+    ),
     *("SelectedAnswer", "kernel_levels", "in_layer", "named_layouts", "seeded_ranks"),
     *("Proof", "comm", "dsa", "proof", "testing", "values", "__version__"),
 }

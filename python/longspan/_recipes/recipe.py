@@ -30,8 +30,8 @@ class Recipe:
     #: Where the model looks for masks that are ready, so that it builds none: keys of the
     #: mapping it takes as `attention_mask`.
     masks: tuple[str, ...] = ()
-    #: Refuses a batch that the family would get wrong: (who, batch).
-    check_batch: Callable[[str, Mapping[str, Any]], None] | None = None
+    #: Refuses a batch that the family would get wrong: (who, model, batch).
+    check_batch: Callable[[str, torch.nn.Module, Mapping[str, Any]], None] | None = None
 
 
 def class_names(module: torch.nn.Module) -> list[str]:

@@ -1,0 +1,238 @@
+"""DeepSeek-V4: windows of keys, and pools of the tokens before them.
+
+Every layer has one row of keys a token, which is also the values, and sees a window of
+them. Layers with a compressor also see *pools*: every whole window of `compress_rate`
+tokens of a document makes one row, by softmax pooling. Compressed sparse layers (ratio 4,
+windows that overlap) see the pools that an indexer selects, heavily compressed ones
+(ratio 128) all that have ended.
+
+What travels is known from the documents alone: the rows before each border, parts of pools
+that straddle ranks, and the finished pools, to every rank. Attention then looks at lists
+of rows that are all here. The `forward` of each attention is replaced by one made of its
+own projections, norms and rotary embeddings, so that adapters on them count; norms before
+and after, hyper-connections and experts are per token and the family's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from longspan import comm, dsa
+from longspan._agreement import in_layer_of
+from longspan._local_batch import KEYWORD
+from longspan._models import AttentionLayer, LocalAttention, Parallelized, Pooling, Selection
+from longspan._recipes.recipe import Recipe, class_names, not_sharded
+
+_SPARSE = "compressed_sparse_attention"
+_HEAVY = "heavily_compressed_attention"
+_MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+
+
+def _forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    position_ids: torch.Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """In place of an attention's `forward`: [B, L, hidden] of this rank's tokens."""
+    local = rest.get(KEYWORD)
+    if not isinstance(local, LocalAttention):
+        raise not_sharded(module)
+    _check_call(module, past_key_values)
+    rotate = _rotary(module)
+    cos, sin = position_embeddings[module.rope_layer_type]
+    heads = (*hidden_states.shape[:-1], -1, module.head_dim)
+    residual = module.q_a_norm(module.q_a_proj(hidden_states))
+    q = module.q_b_norm(module.q_b_proj(residual).view(heads).transpose(1, 2))
+    q = rotate(q, cos, sin).transpose(1, 2)
+    kv = module.kv_norm(module.kv_proj(hidden_states)).view(heads).transpose(1, 2)
+    kv = rotate(kv, cos, sin).squeeze(1)
+    with in_layer_of(module):
+        rows, lists = _window(local, kv, module.sliding_window)
+        if module.compressor is not None:
+            pools, seen = _pools(local, module.compressor, hidden_states, residual, position_ids)
+            lists = torch.cat([lists, torch.where(seen < 0, seen, seen + rows.shape[0])], dim=-1)
+            rows = torch.cat([rows, pools.to(rows.dtype)])
+        out = dsa.attend_selected(
+            q.flatten(0, 1), rows, lists, scale=module.scaling, sink=module.sinks
+        )
+    assert isinstance(out, torch.Tensor)
+    # Values carry their rotation, which is taken back at the query's position.
+    out = rotate(out.view_as(q).transpose(1, 2), cos, -sin).transpose(1, 2)
+    grouped = out.reshape(*hidden_states.shape[:-1], module.config.o_groups, -1)
+    return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+
+
+def _window(
+    local: LocalAttention, kv: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of keys [B, L, D] with those before the borders behind them, and which of
+    them each token sees."""
+    halo = local.halo(window - 1)
+    own = kv.flatten(0, 1)
+    came = comm.exchange_needed(own, halo.sends, axis=0, group=local.group, received=halo.received)
+    return torch.cat([own, came]), halo.seen(kv.device)
+
+
+def _pools(
+    local: LocalAttention,
+    compressor: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pools of all ranks, and which of them each token sees."""
+    plan = local.pools(compressor.compress_rate, _overlaps(compressor))
+    pools = dsa.gather_pools(
+        _compressed(local, compressor, hidden_states, plan), plan, group=local.group
+    )
+    if getattr(compressor, "indexer", None) is None:
+        return pools, plan.ended(hidden_states.device)
+    indexer = compressor.indexer
+    return pools, _selected(local, indexer, hidden_states, residual, position_ids, plan)
+
+
+def _compressed(
+    local: LocalAttention, compressor: Any, hidden_states: torch.Tensor, plan: dsa.PoolPlan
+) -> torch.Tensor:
+    """This rank's pools as keys: normed, and rotated to where their windows begin."""
+    made = dsa.pool_tokens(
+        compressor.kv_proj(hidden_states),
+        compressor.gate_proj(hidden_states),
+        compressor.position_bias,
+        plan,
+        group=local.group,
+    )
+    normed = compressor.kv_norm(made)
+    positions = plan.positions(made.device).unsqueeze(0)
+    cos, sin = compressor.rotary_emb(
+        normed, position_ids=positions, layer_type=compressor.rope_layer_type
+    )
+    turned: torch.Tensor = _rotary(compressor)(normed[None, None], cos, sin)
+    return turned[0, 0]
+
+
+@torch.no_grad()
+def _selected(
+    local: LocalAttention,
+    indexer: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    plan: dsa.PoolPlan,
+) -> torch.Tensor:
+    """The pools that the indexer chooses for each token, from those that ended; none of
+    its parameters learns by that."""
+    keys = _compressed(local, indexer, hidden_states, plan)
+    cos, sin = indexer.rotary_emb(
+        hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type
+    )
+    q = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
+    q = _rotary(indexer)(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)
+    scorer = indexer.scorer
+    # A positive factor passes through max(0, .), so the scores' scale goes here.
+    weights = scorer.weights_proj(hidden_states).float().flatten(0, 1)
+    weights = weights * (scorer.weights_scaling * scorer.softmax_scale)
+    if q.dtype == torch.float64:  # the family scores in float32, whatever its type
+        q, keys = q.float(), keys.float()
+    every = dsa.gather_pools(keys.to(q.dtype), plan, group=local.group)
+    start, end = plan.windows(q.device)
+    chosen = dsa.select_keys(
+        q, every, weights, slots=min(indexer.index_topk, plan.total), start=start, end=end
+    )
+    assert isinstance(chosen, torch.Tensor)
+    return chosen
+
+
+def _rotary(module: Any) -> Any:
+    """The family's own rotation."""
+    return sys.modules[_MODULE].apply_rotary_pos_emb
+
+
+def _overlaps(compressor: Any) -> bool:
+    """Whether tokens have channels for the window after their own."""
+    return bool(compressor.position_bias.shape[-1] == 2 * compressor.head_dim)
+
+
+def _check_call(module: Any, past_key_values: Any) -> None:
+    if past_key_values is not None:
+        raise ValueError(
+            f"{type(module).__name__}: got a cache, which would hold this rank's tokens alone; "
+            f"pass use_cache=False, as shard does"
+        )
+    if module.training and module.attention_dropout != 0.0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: drops {module.attention_dropout:g} of its attention weights "
+            f"in training, which would depend on the ranks; set attention_dropout to 0"
+        )
+
+
+def _layer(name: str, module: Any) -> AttentionLayer:
+    compressor = module.compressor
+    pools = Pooling()
+    if compressor is not None:
+        indexer = getattr(compressor, "indexer", None)
+        selects = indexer and Selection(indexer.index_topk, indexer.num_heads, indexer.head_dim)
+        pools = Pooling(compressor.compress_rate, _overlaps(compressor), selects or None)
+    return AttentionLayer(
+        name=name,
+        heads=module.num_heads,
+        key_heads=1,
+        head_dim=module.head_dim,
+        value_dim=module.head_dim,
+        window=module.sliding_window,
+        sink=True,
+        pools=pools,
+    )
+
+
+def _redirect(name: str, module: Any, state: Parallelized) -> None:
+    if "forward" in vars(module):
+        raise NotImplementedError(
+            f"parallelize: `forward` of '{name}' was replaced already, so what it does is not "
+            f"known; put the family's own back first"
+        )
+    pools = _layer(name, module).pools
+    if pools is not None and pools.selects is not None and pools.selects.slots < 1:
+        raise ValueError(
+            f"parallelize: '{name}.compressor.indexer' selects {pools.selects.slots} pools "
+            f"(index_topk); expected at least 1"
+        )
+    if pools is not None and pools.ratio is not None and pools.ratio < 1:
+        raise ValueError(
+            f"parallelize: '{name}.compressor' makes pools of {pools.ratio} tokens "
+            f"(compress_rates); expected at least 1"
+        )
+    state.replace(module, "forward", functools.partial(_forward, module))
+
+
+def _check_batch(who: str, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
+    """Experts that are chosen by ids need them."""
+    if batch.get("inputs_embeds") is None:
+        return
+    for name, module in model.named_modules():
+        if f"{_MODULE}.DeepseekV4HashRouter" in class_names(module):
+            raise ValueError(
+                f"{who}: '{name}' chooses experts by token id, and `inputs_embeds` has no ids; "
+                f"give `input_ids`"
+            )
+
+
+RECIPES = (
+    Recipe(
+        family="DeepSeek-V4",
+        attention=f"{_MODULE}.DeepseekV4Attention",
+        layer_kinds=frozenset({"sliding_attention", _SPARSE, _HEAVY}),
+        layer=_layer,
+        redirect=_redirect,
+        check_batch=_check_batch,
+    ),
+)

@@ -1,0 +1,307 @@
+"""DeepSeek-V4 over ranks: windows whose keys come over borders, and pools that straddle
+them, against each document alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan import Group, Ownership, comm, dsa, run_ranks
+from longspan._local_batch import KEYWORD
+
+pytest.importorskip("transformers")
+
+from oracle.all_double import AllDouble
+from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, gradients_of, packed
+from oracle.whole_models import check, over_ranks
+
+V4 = "deepseek_v4"
+RANKS = (1, 2, 3, 4)
+#: Longer ones: pools of a document on more than two ranks, and more of them than are chosen.
+LONG: dict[str, Case] = {
+    "long": packed([57]),
+    "long_rows": packed([40, 1, 3, 13], [5, 52]),
+}
+EVERY = {**CASES, **{name: functools.partial(lambda case: case, c) for name, c in LONG.items()}}
+
+
+@functools.cache
+def alone(case: str) -> Answer:
+    """Every document alone, in float64 throughout."""
+    model = decoder(V4)
+    with AllDouble():
+        return answer_of(model, EVERY[case]())
+
+
+def exactly(case: str, ranks: int, **options: Any) -> None:
+    found = over_ranks(V4, EVERY[case](), ranks, inside=AllDouble, **options)
+    check(found, alone(case), tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", EVERY)
+def test_it_is_each_document_alone(case: str, ranks: int) -> None:
+    exactly(case, ranks)
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
+def test_every_layout(layout: str) -> None:
+    exactly("long_rows", 3, layout=layout)
+    exactly("left", 2, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[19, 1, 37], [2, 53, 2], [17, 20, 20], [57, 57, 3]],
+    ids=["uneven", "ends", "askew", "a_rank_of_pads"],
+)
+def test_pools_that_straddle_ranks_anywhere(sizes: list[int]) -> None:
+    exactly("long", 3, layout=Ownership.of_sizes(sizes))
+
+
+def test_scattered_tokens() -> None:
+    """Four tokens here, three there: no run is as long as a window or a pool."""
+    pieces: list[list[tuple[int, int]]] = [[], [], []]
+    at = 0
+    for i, size in enumerate([4, 3] * 8 + [1]):
+        pieces[(i * 2) % 3].insert(0, (at, at + size))
+        at += size
+    assert at == 57
+    exactly("long", 3, layout=Ownership.of_ranges(pieces))
+
+
+def error(found: Answer, true: Answer) -> dict[str, float]:
+    """Relative to the greatest number of each; of gradients the root mean square, since
+    that of one parameter may be rounded luckily."""
+
+    def far(a: Tensor, b: Tensor) -> float:
+        return float((a - b).abs().max() / b.abs().max())
+
+    gradients = [far(found.gradients[name], g) ** 2 for name, g in true.gradients.items()]
+    return {
+        "gradients": (sum(gradients) / len(gradients)) ** 0.5,
+        "logits": max(far(a, b) for a, b in zip(found.logits, true.logits, strict=True)),
+        "loss": max(abs(found.loss / true.loss - 1), torch.finfo(torch.float32).eps),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_its_rounding_is_that_of_the_family(ranks: int) -> None:
+    """As the model computes, with float32 inside: no further from float64 than twice what
+    the family's own code is. One document, so that both add as many numbers up."""
+    true = alone("long")
+    theirs = error(answer_of(decoder(V4), LONG["long"]), true)
+    ours = error(over_ranks(V4, LONG["long"], ranks), true)
+    assert all(ours[what] <= 2 * theirs[what] for what in ours), (ours, theirs)
+
+
+def test_nobody_sees_another_document() -> None:
+    case = packed([26, 8, 23], [55, 2])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(V4), group)
+        assert longspan.leak_probe(model, case.batch, group) == []
+
+    run_ranks(2, body)
+
+
+def test_nobody_sees_the_future() -> None:
+    """Bit for bit: pools and the windows that made them end before they are seen."""
+    case = packed([57])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(V4), group)
+
+        def logits(ids: Tensor) -> Tensor:
+            local = longspan.shard({**case.batch, "input_ids": ids}, group, model=model)
+            with torch.no_grad():
+                return longspan.unshard(model(**local).logits, local)
+
+        before = logits(case.ids)
+        for token in (0, 15, 16, 39, 40, 56):
+            changed = case.ids.clone()
+            changed[0, token] = (changed[0, token] + 1) % 61
+            moved = (logits(changed) != before).any(-1)[0]
+            assert not moved[:token].any(), token
+            assert moved[token], token
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_sends_what_explain_says(dtype: torch.dtype) -> None:
+    case = LONG["long_rows"]
+
+    def body(group: Group) -> list[str]:
+        model = longspan.parallelize(decoder(V4, dtype), group)
+        said = longspan.explain(model, case.batch, group)
+        local = longspan.shard(case.batch, group, model=model)
+        before = group.sent_bytes
+        loss = model(**local).loss
+        forward = group.sent_bytes
+        loss.backward()
+        assert sum(cost.sent_forward for cost in said.layers) == forward - before
+        assert sum(cost.sent_backward for cost in said.layers) == group.sent_bytes - forward
+        return [cost.strategy for cost in said.layers]
+
+    strategies = run_ranks(3, body)[0]
+    assert strategies == ["borders", *["borders and pools"] * 3]
+
+
+def test_explain_counts_pairs() -> None:
+    said = longspan.explain(decoder(V4), packed([20, 9]).batch)
+    lengths = (20, 9)
+    window = sum(min(at + 1, 5) for n in lengths for at in range(n))
+    chosen = sum(min((at + 1) // 4, 2) for n in lengths for at in range(n))
+    ended = sum((at + 1) // 6 for n in lengths for at in range(n))
+    pairs = [window, window + chosen, window + ended, window + chosen]
+    assert [cost.pairs for cost in said.layers] == pairs
+    assert "window 5, 2 pools of 4 sink" in str(said) and "window 5, pools of 6 sink" in str(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [1, 2])
+def test_one_graph_for_changing_lengths(layer: int) -> None:
+    """The attention of a layer with pools, whole; experts break the model's graph."""
+    torch._dynamo.reset()
+    model = longspan.parallelize(decoder(V4))
+    attention, rotary = model.model.layers[layer].self_attn, model.model.rotary_emb
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
+    for lengths in ([46, 8, 3], [30, 1, 40], [70]):
+        local = longspan.shard(packed(lengths).batch, model=model)
+        tokens = local["input_ids"].shape[1]
+        answers = []
+        for call in (compiled, attention):
+            x = torch.linspace(-1, 1, tokens * 32, dtype=torch.float64).view(1, tokens, 32)
+            x = x.sin().requires_grad_()
+            positions = local["position_ids"]
+            turned = {kind: rotary(x, positions, layer_type=kind) for kind in ("main", "compress")}
+            out, _ = call(
+                hidden_states=x,
+                position_embeddings=turned,
+                position_ids=positions,
+                attention_mask=None,
+                **{KEYWORD: local[KEYWORD]},
+            )
+            attention.zero_grad()
+            out.square().sum().backward()
+            answers.append([out.detach(), x.grad, *gradients_of(attention).values()])
+        for mine, plain in zip(*answers, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-9)
+        if lengths[0] == 46:
+            first = len(graphs)
+    assert len(graphs) == first, "a new length made a new graph"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_layers_send_a_fraction_of_what_they_read(ranks: int, layout: str) -> None:
+    """DeepSeek-V4-Flash with 1024 tokens a rank, bfloat16: against all rows of keys, all
+    pools and, where windows overlap, the float32 tensors that pools are made of."""
+    here, key, index_key = 1024, 512, 128
+    owners = getattr(Ownership, layout)(here * ranks, ranks)
+    attention = longspan.AttentionLayout(owners)
+    bounds = {None: 8, 4: 20, 128: 8}
+
+    def body(group: Group) -> dict[int | None, float]:
+        found = {}
+        for ratio in bounds:
+            sent = comm.HaloPlan(attention, 127, group=group).sent_bytes(
+                "forward", bytes_per_token=2 * key
+            )
+            read = here * key * 2
+            if ratio is not None:
+                plan = dsa.PoolPlan(attention, ratio, overlap=ratio == 4, group=group)
+                for channels in (key, index_key) if ratio == 4 else (key,):
+                    sent += plan.sent_bytes("forward", channels=channels)
+                    sent += plan.gathered_bytes("forward", bytes_per_pool=2 * channels)
+                    read += here // ratio * channels * 2
+                    read += 2 * here * 2 * channels * 4 if ratio == 4 else 0
+            found[ratio] = read * (ranks - 1) / sent if sent else float("inf")
+        return found
+
+    for fractions in run_ranks(ranks, body):
+        assert all(fractions[ratio] >= least for ratio, least in bounds.items()), fractions
+
+
+# ---- What stays untouched, and what is refused.
+
+
+def test_restore_undoes_it() -> None:
+    model, batch = decoder(V4), packed([17, 5]).batch
+    plain = model(input_ids=batch["input_ids"]).logits
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    longspan.parallelize(model)
+    longspan.restore(model)
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert model(input_ids=batch["input_ids"]).logits.equal(plain)
+
+
+def test_a_refused_model_stays_as_it_was() -> None:
+    """The last layer is to blame, when the others have been redirected."""
+    model = decoder(V4)
+    model.model.layers[3].self_attn.compressor.indexer.index_topk = 0
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    message = "'model.layers.3.self_attn.compressor.indexer' selects 0 pools"
+    with pytest.raises(ValueError, match=message):
+        longspan.parallelize(model)
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+
+
+def test_seams_that_are_taken() -> None:
+    model = decoder(V4)
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(NotImplementedError, match=r"`forward` of 'model.layers.1.self_attn'"):
+        longspan.parallelize(model)
+
+
+def test_ratios_that_leave_no_pool() -> None:
+    model = decoder(V4)
+    model.model.layers[2].self_attn.compressor.compress_rate = 0
+    with pytest.raises(ValueError, match=r"layers.2.self_attn.compressor' makes pools of 0 tokens"):
+        longspan.parallelize(model)
+
+
+def test_embeddings_have_no_ids_for_hash_routing() -> None:
+    model = longspan.parallelize(decoder(V4))
+    embeds = {"inputs_embeds": torch.randn(1, 12, 32, dtype=torch.float64)}
+    message = "shard: 'model.layers.0.mlp.gate' chooses experts by token id"
+    with pytest.raises(ValueError, match=message):
+        longspan.shard(embeds, model=model)
+    learned = longspan.parallelize(decoder(V4, mlp_layer_types=["moe"] * 4))
+    out = learned(**longspan.shard(embeds, model=learned))
+    assert out.logits.isfinite().all()
+
+
+def test_without_a_sharded_batch() -> None:
+    model = longspan.parallelize(decoder(V4))
+    with pytest.raises(ValueError, match="without a sharded batch"):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+
+
+def test_a_cache_is_refused() -> None:
+    model = longspan.parallelize(decoder(V4))
+    local = longspan.shard(packed([17, 5]).batch, model=model)
+    with pytest.raises(ValueError, match="DeepseekV4Attention: got a cache"):
+        model(**{**local, "use_cache": True})
+
+
+def test_dropout_is_refused() -> None:
+    model = longspan.parallelize(decoder(V4, attention_dropout=0.1)).train()
+    with pytest.raises(
+        NotImplementedError, match=r"DeepseekV4Attention: drops 0.1 of its attention"
+    ):
+        model(**longspan.shard(packed([7, 5]).batch, model=model))
