@@ -78,7 +78,7 @@ def _shrink(config: Any, every: int, layers: Sequence[int]) -> None:
             inner = depth(value) or every
             _shrink(value, inner, [i for i in layers if i < inner])
         elif isinstance(value, dict):
-            entries[key] = _shrunk_mapping(value)
+            entries[key] = _shrunk_mapping(value, 8 if key == "compress_rates" else None)
         else:
             entries[key] = _smaller(key, value, every, layers)
     _relate(entries, before)
@@ -118,8 +118,9 @@ def _smaller_list(key: str, value: Any, every: int, layers: Sequence[int]) -> An
     return type(value)(made)
 
 
-def _shrunk_mapping(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Rotary parameters, one set or several by kind of layer."""
+def _shrunk_mapping(value: dict[Any, Any], most: int | None = None) -> dict[Any, Any]:
+    """Rotary parameters, one set or several by kind of layer; or how many tokens layers
+    of a kind compress to one."""
     made: dict[Any, Any] = {}
     for key, one in value.items():
         if isinstance(one, dict):
@@ -129,7 +130,7 @@ def _shrunk_mapping(value: dict[Any, Any]) -> dict[Any, Any]:
         elif key == "max_position_embeddings":
             made[key] = min(one, 256)
         else:
-            made[key] = one
+            made[key] = one if most is None else min(one, most)
     return made
 
 
