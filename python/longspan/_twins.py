@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan._shrinking import depth, shrunk
 
-#: Twins of more layers than this would take too long, and show nothing new.
-_FEW_LAYERS = 8
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
 #: transformers builds modules under settings of the process.
@@ -215,8 +213,8 @@ def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
 
 
 def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
-    """Where the layers are, and which of them a twin could have: the first ones until
-    every kind was there, or one of every kind, or all."""
+    """Where the layers are, and which of them a twin could have: one of every kind, or the
+    first ones until every kind was there, or all."""
     stack = next(
         (n for n, m in modules_of(model) if isinstance(m, nn.ModuleList) and len(m) == every), None
     )
@@ -224,10 +222,10 @@ def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
         return "", [range(min(every, 2)), range(every)]
     kinds = [parts_of(layer) for layer in model.get_submodule(stack).children()]
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
-    prefix = range(max(max(first.values()) + 1, min(every, 2)))
-    some = sorted({*first.values(), *range(min(every, 2 if len(first) == 1 else 0))})
-    ordered: list[Sequence[int]] = [prefix, some] if len(prefix) <= _FEW_LAYERS else [some, prefix]
-    return stack, [*ordered, range(every)]
+    few = min(every, 2)
+    some = sorted({*first.values(), *(range(few) if len(first) == 1 else ())})
+    prefix = range(max(*first.values(), few - 1) + 1)
+    return stack, [some, prefix, range(every)]
 
 
 def _built(kind: type, config: Any) -> Any:
