@@ -85,13 +85,17 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def looked_through(module: nn.Module) -> nn.Module:
     """What a wrapper holds, or an adapter of peft adapts."""
     while True:
-        held = _WRAPPERS.get(type(module).__name__)
-        if held is None and is_adapter(module):
-            held = "base_layer"
-        inner = None if held is None else module._modules.get(held)
+        inner = _held(module)
+        if inner is None and is_adapter(module):
+            inner = module._modules["base_layer"]
         if inner is None:
             return module
         module = inner
+
+
+def _held(module: nn.Module) -> nn.Module | None:
+    held = _WRAPPERS.get(type(module).__name__)
+    return None if held is None else module._modules.get(held)
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -105,11 +109,11 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
-        kind: Any = type(module)
-        if kind.__name__ in _WRAPPERS:
-            stack.append(looked_through(module))
+        inner = _held(module)
+        if inner is not None:
+            stack.append(inner)
             continue
-        found.append(_own_kind(kind))
+        found.append(kind_of(module))
         own = vars(module).get("forward")
         if own is not None and module is not model:
             found.append(id(own))

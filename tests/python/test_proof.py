@@ -388,8 +388,12 @@ def test_ranks_with_different_families() -> None:
             longspan.parallelize(model, group)
         return str(raised.value)
 
-    for message in run_ranks(2, body):
-        assert "model" in message and "configuration" in message
+    for message, name in zip(run_ranks(2, body), ("Llama", "Qwen3"), strict=True):
+        assert message.startswith(
+            "parallelize: the ranks of the group were given different `model` (rank 1 differs from "
+            "rank 0) and `configuration` (rank 1"
+        )
+        assert message.endswith(f"this one has {name}ForCausalLM; give every rank the same")
 
 
 def test_all_ranks_hear_what_rank_0_found() -> None:
