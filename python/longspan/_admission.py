@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
         if refusal is not None:
             raise NotImplementedError(f"parallelize: {refusal}")
     configs = repr([_settings(part.config) for part in found])
-    agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+    _compare(agreement, names, configs, wish)
     if wish is False:
         return SKIPPED
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
@@ -97,6 +98,19 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     if looked_at:
         said += f"; isolation and order on the model itself, for {looked_at[0]}"
     return said
+
+
+def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:
+    try:
+        agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+    except ValueError as error:
+        what = re.search(r"were given different (.*); ", str(error))
+        if what is None:
+            raise
+        raise ValueError(
+            f"parallelize: the ranks of the group were given different {what[1]}, and this one has "
+            f"{names}; give every rank the same"
+        ) from None
 
 
 def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:

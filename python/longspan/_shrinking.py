@@ -16,6 +16,9 @@ _HEADS = 4
 _HEAD_DIM = 16
 _WIDTH = _HEADS * _HEAD_DIM
 
+#: Embeddings of another width than the layers.
+_EMBEDDINGS = r"word_embed_proj_dim|\w*embed(ding)?_(size|dim)"
+
 #: What stands for which number of which name; the first that fits counts. Where a model
 #: has less than that already, it keeps what it has.
 _SIZES: tuple[tuple[str, int], ...] = (
@@ -25,10 +28,11 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"head_dim|qk_nope_head_dim|v_head_dim|\w+_head_dim|kv_channels|d_kv|attention_head_size", 16),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank|laurel_rank|gated_norm_rank", 24),
     (r"rotary_dim", 8),
+    (r"\w+_iters", 4),
     (r"index_n_heads", 16),
     (r"index_topk", 6),
     (r"hidden_size_per_layer_input", 8),
-    (r"hidden_size|d_model|n_embd|emb_dim|word_embed_proj_dim|\w*embed(ding)?_(size|dim)", _WIDTH),
+    (rf"hidden_size|d_model|n_embd|emb_dim|{_EMBEDDINGS}", _WIDTH),
     (r"\w*intermediate_size\w*|\w*ffn_dim|n_inner|\w*ffn_hidden_size|dff|d_ff", 48),
     (r"\w*vocab_size\w*|n_words", VOCABULARY),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 8),
@@ -78,7 +82,7 @@ def _shrink(config: Any, every: int, layers: Sequence[int]) -> None:
             inner = depth(value) or every
             _shrink(value, inner, [i for i in layers if i < inner])
         elif isinstance(value, dict):
-            entries[key] = _shrunk_mapping(value)
+            entries[key] = _shrunk_mapping(value, 8 if key == "compress_rates" else None)
         else:
             entries[key] = _smaller(key, value, every, layers)
     _relate(entries, before)
@@ -118,8 +122,9 @@ def _smaller_list(key: str, value: Any, every: int, layers: Sequence[int]) -> An
     return type(value)(made)
 
 
-def _shrunk_mapping(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Rotary parameters, one set or several by kind of layer."""
+def _shrunk_mapping(value: dict[Any, Any], most: int | None = None) -> dict[Any, Any]:
+    """Rotary parameters, one set or several by kind of layer; or how many tokens layers
+    of a kind compress to one."""
     made: dict[Any, Any] = {}
     for key, one in value.items():
         if isinstance(one, dict):
@@ -129,7 +134,7 @@ def _shrunk_mapping(value: dict[Any, Any]) -> dict[Any, Any]:
         elif key == "max_position_embeddings":
             made[key] = min(one, 256)
         else:
-            made[key] = one
+            made[key] = one if most is None else min(one, most)
     return made
 
 
@@ -138,7 +143,10 @@ def _size(key: str) -> int | None:
 
 
 def _relate(entries: dict[str, Any], before: dict[str, Any]) -> None:
-    """Sizes that are one another's share or sum stay so."""
+    """Sizes that are one another's share or sum stay so, and those that differ do."""
+    for key, value in before.items():
+        if re.fullmatch(_EMBEDDINGS, key) and value and value != before.get("hidden_size", value):
+            entries[key] = _WIDTH // 2
     for name, heads in (
         ("num_key_value_heads", "num_attention_heads"),
         ("num_kv_heads", "num_attention_heads"),

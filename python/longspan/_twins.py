@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan._shrinking import depth, shrunk
 
-#: Twins of more layers than this would take too long, and show nothing new.
-_FEW_LAYERS = 8
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
 #: transformers builds modules under settings of the process.
@@ -87,13 +85,17 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def looked_through(module: nn.Module) -> nn.Module:
     """What a wrapper holds, or an adapter of peft adapts."""
     while True:
-        held = _WRAPPERS.get(type(module).__name__)
-        if held is None and is_adapter(module):
-            held = "base_layer"
-        inner = None if held is None else module._modules.get(held)
+        inner = _held(module)
+        if inner is None and is_adapter(module):
+            inner = module._modules["base_layer"]
         if inner is None:
             return module
         module = inner
+
+
+def _held(module: nn.Module) -> nn.Module | None:
+    held = _WRAPPERS.get(type(module).__name__)
+    return None if held is None else module._modules.get(held)
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -107,11 +109,11 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
-        kind: Any = type(module)
-        if kind.__name__ in _WRAPPERS:
-            stack.append(looked_through(module))
+        inner = _held(module)
+        if inner is not None:
+            stack.append(inner)
             continue
-        found.append(_own_kind(kind))
+        found.append(kind_of(module))
         own = vars(module).get("forward")
         if own is not None and module is not model:
             found.append(id(own))
@@ -215,8 +217,8 @@ def strangers(model: nn.Module, twin: nn.Module) -> list[Part]:
 
 
 def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
-    """Where the layers are, and which of them a twin could have: the first ones until
-    every kind was there, or one of every kind, or all."""
+    """Where the layers are, and which of them a twin could have: one of every kind, or the
+    first ones until every kind was there, or all."""
     stack = next(
         (n for n, m in modules_of(model) if isinstance(m, nn.ModuleList) and len(m) == every), None
     )
@@ -224,10 +226,10 @@ def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
         return "", [range(min(every, 2)), range(every)]
     kinds = [parts_of(layer) for layer in model.get_submodule(stack).children()]
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
-    prefix = range(max(max(first.values()) + 1, min(every, 2)))
-    some = sorted({*first.values(), *range(min(every, 2 if len(first) == 1 else 0))})
-    ordered: list[Sequence[int]] = [prefix, some] if len(prefix) <= _FEW_LAYERS else [some, prefix]
-    return stack, [*ordered, range(every)]
+    few = min(every, 2)
+    some = sorted({*first.values(), *(range(few) if len(first) == 1 else ())})
+    prefix = range(max(*first.values(), few - 1) + 1)
+    return stack, [some, prefix, range(every)]
 
 
 def _built(kind: type, config: Any) -> Any:

@@ -65,13 +65,18 @@ def _judged(family: Family) -> tuple[str, str]:
         model = made(family)
     except Exception as error:
         return "not made", _line(error)
+    before = _seen(model)
     try:
         longspan.restore(longspan.parallelize(model))
     except (NotImplementedError, TypeError, ValueError) as error:
         ours = str(error).startswith("parallelize: ")
+        if _seen(model) != before:
+            return "wrong", f"refused, and another model than before: {_line(error)}"
         return ("refused", _line(error, "")) if ours else ("crashed", _line(error))
     except Exception as error:
         return "crashed", _line(error)
+    if _seen(model) != before:
+        return "wrong", "another model after restore"
     worst = 0.0
     for name, case in CASES.items():
         try:
@@ -90,6 +95,18 @@ def _judged(family: Family) -> tuple[str, str]:
             if not error <= TOLERANCE:
                 return "wrong", f"{name}, {ranks} ranks: {where} by {error:.0e}"
     return "right", f"{worst:.0e}"
+
+
+def _seen(model: Any) -> list[Any]:
+    """All objects that its modules hold, and how many entries those have that are dictionaries:
+    hooks, parameters, modules."""
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(type(module))
+        for key, value in vars(module).items():
+            found.append((key, id(value), len(value) if isinstance(value, dict) else 0))
+    found += [parameter._version for parameter in model.parameters()]
+    return found
 
 
 def _line(error: Exception, kind: str | None = None) -> str:
