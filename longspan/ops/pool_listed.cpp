@@ -78,29 +78,45 @@ struct PoolInputs {
       body(float());
     }
   }
+};
 
-  // ---- By torch's operations, where there is no kernel.
+/// The rows of the slots of every pool, by torch's operations.
+class ListedRows {
+ public:
+  explicit ListedRows(const PoolInputs& inputs)
+      : inputs_(inputs),
+        empty_((inputs.lists < 0)
+                   .logical_or_(inputs.lists >= inputs.values.size(0))),
+        places_(inputs.lists.masked_fill(empty_, 0).flatten()) {}
 
-  at::Tensor empty_slots() const {
-    return (lists < 0).logical_or_(lists >= values.size(0)).unsqueeze(-1);
+  /// [pools, slots, channels].
+  at::Tensor of(const at::Tensor& rows) const {
+    if (rows.size(0) == 0) return at::zeros(sizes(), rows.options());
+    return rows.index_select(0, places_).view(sizes());
   }
-  at::Tensor places() const {
-    return lists.masked_fill(empty_slots().squeeze(-1), 0).flatten();
-  }
-  at::Tensor listed_rows(const at::Tensor& rows) const {
-    return rows.index_select(0, places())
-        .view({lists.size(0), lists.size(1), rows.size(1)});
-  }
-  at::Tensor listed_gates() const {
-    at::Tensor gate = listed_rows(gates);
-    if (bias.defined()) gate = gate + bias;
-    return gate.masked_fill(empty_slots(), kMinusInfinity);
+  at::Tensor gates() const {
+    at::Tensor gate = of(inputs_.gates);
+    if (inputs_.bias.defined()) gate = gate + inputs_.bias;
+    return gate.masked_fill(empty_.unsqueeze(-1), kMinusInfinity);
   }
   /// exp(gate - lse); 0 where nothing was seen.
   at::Tensor weights(const at::Tensor& lse) const {
     const at::Tensor known = lse.masked_fill(lse.isneginf(), 0).unsqueeze(1);
-    return (listed_gates() - known).exp_();
+    return (gates() - known).exp_();
   }
+  at::Tensor added_up(const at::Tensor& listed) const {
+    at::Tensor rows = at::zeros_like(inputs_.values);
+    if (rows.size(0) == 0) return rows;
+    return rows.index_add_(0, places_, listed.flatten(0, 1));
+  }
+
+ private:
+  std::vector<int64_t> sizes() const {
+    return {inputs_.lists.size(0), inputs_.lists.size(1),
+            inputs_.values.size(1)};
+  }
+  const PoolInputs& inputs_;
+  at::Tensor empty_, places_;
 };
 
 bool has_pool_kernel(const at::Tensor& values) {
@@ -131,6 +147,10 @@ struct PoolListedBackward {
 
   Result run() const {
     check_pool_listed(values, gates, bias, lists);
+    if (!has_pool_kernel(values)) {
+      return pool_listed_backward_by_torch(dout, dlse, values, gates, bias,
+                                           lists, {out, lse});
+    }
     const auto inputs = PoolInputs::of(values, gates, bias, lists);
     const auto like_sums = [&](const at::Tensor& t) {
       return t.to(inputs.values.scalar_type()).contiguous();
@@ -141,43 +161,30 @@ struct PoolListedBackward {
     at::Tensor dgates = at::zeros_like(inputs.gates);
     at::Tensor dbias = bias ? at::zeros_like(inputs.bias)
                             : at::empty({0}, inputs.values.options());
-    if (!has_pool_kernel(values)) {
-      const at::Tensor weight = inputs.weights(pooled.lse);
-      const at::Tensor value = inputs.listed_rows(inputs.values);
-      const at::Tensor dgate =
-          weight * (given.unsqueeze(1) * (value - pooled.out.unsqueeze(1)) +
-                    given_lse.unsqueeze(1));
-      dvalues.index_add_(0, inputs.places(),
-                         (weight * given.unsqueeze(1)).flatten(0, 1));
-      dgates.index_add_(0, inputs.places(), dgate.flatten(0, 1));
-      if (bias) dbias = dgate.sum(0);
-    } else {
-      const at::Tensor by_slot =
-          bias && values.is_cuda()
-              ? at::zeros({lists.size(0), lists.size(1), values.size(1)},
-                          inputs.values.options())
-              : at::Tensor();
-      inputs.with_type([&]<class T>(T) {
-        const auto args = inputs.args<T>(pooled);
-        const auto array = [](const at::Tensor& t) {
-          return t.defined() ? t.mutable_data_ptr<T>() : nullptr;
-        };
-        const PoolListedGradients<T> to{.dout = given.const_data_ptr<T>(),
-                                        .dlse = given_lse.const_data_ptr<T>(),
-                                        .dvalues = array(dvalues),
-                                        .dgates = array(dgates),
-                                        .dbias = bias ? array(dbias) : nullptr,
-                                        .by_slot = array(by_slot)};
-        if (values.is_cpu()) {
-          pool_listed_backward(args, to,
-                               threads_for(16 * inputs.exponentials()));
-        } else {
-          const c10::OptionalDeviceGuard guard(values.device());
-          pool_listed_backward(args, to, current_stream(values));
-        }
-      });
-      if (by_slot.defined()) dbias = by_slot.sum(0);
-    }
+    const at::Tensor by_slot =
+        bias && values.is_cuda()
+            ? at::zeros({lists.size(0), lists.size(1), values.size(1)},
+                        inputs.values.options())
+            : at::Tensor();
+    inputs.with_type([&]<class T>(T) {
+      const auto args = inputs.args<T>(pooled);
+      const auto array = [](const at::Tensor& t) {
+        return t.defined() ? t.mutable_data_ptr<T>() : nullptr;
+      };
+      const PoolListedGradients<T> to{.dout = given.const_data_ptr<T>(),
+                                      .dlse = given_lse.const_data_ptr<T>(),
+                                      .dvalues = array(dvalues),
+                                      .dgates = array(dgates),
+                                      .dbias = bias ? array(dbias) : nullptr,
+                                      .by_slot = array(by_slot)};
+      if (values.is_cpu()) {
+        pool_listed_backward(args, to, threads_for(16 * inputs.exponentials()));
+      } else {
+        const c10::OptionalDeviceGuard guard(values.device());
+        pool_listed_backward(args, to, current_stream(values));
+      }
+    });
+    if (by_slot.defined()) dbias = by_slot.sum(0);
     return {dvalues.to(values.scalar_type()), dgates.to(gates.scalar_type()),
             bias ? dbias.to(bias->scalar_type()) : dbias};
   }
@@ -208,12 +215,11 @@ struct PoolListed {
 
   Result run() const {
     check_pool_listed(values, gates, bias, lists);
-    const auto inputs = PoolInputs::of(values, gates, bias, lists);
     if (!has_pool_kernel(values)) {
-      const at::Tensor lse = at::logsumexp(inputs.listed_gates(), {1});
-      const at::Tensor weight = inputs.weights(lse);
-      return {(weight * inputs.listed_rows(inputs.values)).sum(1), lse};
+      const Pooled found = pool_listed_by_torch(values, gates, bias, lists);
+      return {found.out, found.lse};
     }
+    const auto inputs = PoolInputs::of(values, gates, bias, lists);
     const auto empty = [&] {
       return at::empty({lists.size(0), values.size(1)},
                        inputs.values.options());
@@ -250,6 +256,32 @@ Pooled pool_listed(const at::Tensor& values, const at::Tensor& gates,
                    const OptionalTensor& bias, const at::Tensor& lists) {
   auto [out, lse] = Operator<PoolListed>::call({values, gates, bias, lists});
   return {out, lse};
+}
+
+Pooled pool_listed_by_torch(const at::Tensor& values, const at::Tensor& gates,
+                            const OptionalTensor& bias,
+                            const at::Tensor& lists) {
+  const auto inputs = PoolInputs::of(values, gates, bias, lists);
+  const ListedRows listed(inputs);
+  const at::Tensor lse = at::logsumexp(listed.gates(), {1});
+  return {(listed.weights(lse) * listed.of(inputs.values)).sum(1), lse};
+}
+
+Tensors3 pool_listed_backward_by_torch(
+    const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& values,
+    const at::Tensor& gates, const OptionalTensor& bias,
+    const at::Tensor& lists, const Pooled& pooled) {
+  const auto inputs = PoolInputs::of(values, gates, bias, lists);
+  const ListedRows listed(inputs);
+  const at::Tensor weight = listed.weights(pooled.lse);
+  const at::Tensor given = dout.unsqueeze(1);
+  const at::Tensor dgate =
+      weight * (given * (listed.of(inputs.values) - pooled.out.unsqueeze(1)) +
+                dlse.unsqueeze(1));
+  return {listed.added_up(weight * given).to(values.scalar_type()),
+          listed.added_up(dgate).to(gates.scalar_type()),
+          bias ? dgate.sum(0).to(bias->scalar_type())
+               : at::empty({0}, inputs.values.options())};
 }
 
 }  // namespace longspan

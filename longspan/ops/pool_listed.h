@@ -24,4 +24,15 @@ struct Pooled {
 Pooled pool_listed(const at::Tensor& values, const at::Tensor& gates,
                    const OptionalTensor& bias, const at::Tensor& lists);
 
+/// pool_listed by torch's operations, as devices without our kernel do it, and
+/// its gradients (of values, gates and bias); declared here so that it can be
+/// tested without such a device. No derivative.
+Pooled pool_listed_by_torch(const at::Tensor& values, const at::Tensor& gates,
+                            const OptionalTensor& bias,
+                            const at::Tensor& lists);
+Tensors3 pool_listed_backward_by_torch(
+    const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& values,
+    const at::Tensor& gates, const OptionalTensor& bias,
+    const at::Tensor& lists, const Pooled& pooled);
+
 }  // namespace longspan

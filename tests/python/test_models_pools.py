@@ -295,7 +295,7 @@ def test_without_a_sharded_batch() -> None:
 def test_a_cache_is_refused() -> None:
     model = longspan.parallelize(decoder(V4))
     local = longspan.shard(packed([17, 5]).batch, model=model)
-    with pytest.raises(ValueError, match="DeepseekV4Attention: got a cache"):
+    with pytest.raises(NotImplementedError, match="DeepseekV4ForCausalLM: got `use_cache`"):
         model(**{**local, "use_cache": True})
 
 

@@ -94,6 +94,21 @@ class Stream:
         return {"group": group, "rows": len(self.rows) if self.case.batched else None}
 
 
+# ---- Runs.
+
+
+def test_runs_say_where_they_lie() -> None:
+    packing, owners = Packing.of([40, 24]), Ownership.head_tail(64, 4)
+    first, second = longspan.values.runs_of(packing, owners, 1)
+    assert (first.document, tuple(first.tokens), first.local, first.position) == (0, (8, 16), 0, 8)
+    assert (second.document, tuple(second.tokens)) == (1, (48, 56))
+    assert (second.local, second.position, len(second)) == (8, 8, 8)
+    assert first.before == (0, longspan.values.TokenRange(0, 8))
+    assert second.before == (2, longspan.values.TokenRange(40, 48))
+    assert longspan.values.runs_of(packing, owners, 0)[0].before is None
+    assert repr(first) == "DocumentRun(document 0, tokens [8, 16), local 0, position 8)"
+
+
 # ---- Tokens before each run.
 
 
@@ -395,6 +410,29 @@ def test_a_gate_of_minus_infinity_has_no_weight() -> None:
     parts = run_ranks(2, body)
     assert torch.cat([part[0] for part in parts]).flatten().tolist() == [0, 5]
     assert torch.cat([part[1] for part in parts]).flatten().tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_device_gives_what_the_cpu_gives(dtype: torch.dtype) -> None:
+    packing = Packing.of([37, 1, 26])
+    attention = AttentionLayout(Ownership.contiguous(64, 1), Mask.causal(packing))
+    plan, halo = dsa.PoolPlan(attention, 4, overlap=True), comm.HaloPlan(attention, 3)
+    random = torch.Generator().manual_seed(3)
+    shapes = ((64, 260), (64, 260), (4, 260))
+    drawn = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+    def answers(device: str) -> list[torch.Tensor]:
+        inputs = [t.to(device, dtype).requires_grad_() for t in drawn]
+        pools = dsa.pool_tokens(*inputs, plan)
+        before = comm.tokens_before(inputs[0], halo)
+        loss = pools.double().square().sum() + before.double().sum()
+        grads = torch.autograd.grad(loss, inputs)
+        return [t.detach().cpu().double() for t in (pools, before, *grads)]
+
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for there, here in zip(answers("cuda"), answers("cpu"), strict=True):
+        assert (there - here).norm() <= bound * here.norm()
 
 
 # ---- What is refused.

@@ -47,7 +47,7 @@ def _forward(
     if not isinstance(local, LocalAttention):
         raise not_sharded(module)
     _check_call(module, past_key_values)
-    rotate = _rotary(module)
+    rotate = _rotation()
     cos, sin = position_embeddings[module.rope_layer_type]
     heads = (*hidden_states.shape[:-1], -1, module.head_dim)
     residual = module.q_a_norm(module.q_a_proj(hidden_states))
@@ -58,9 +58,15 @@ def _forward(
     with in_layer_of(module):
         rows, lists = _window(local, kv, module.sliding_window)
         if module.compressor is not None:
-            pools, seen = _pools(local, module.compressor, hidden_states, residual, position_ids)
+            made, plan = _compressed(local, module.compressor, hidden_states)
+            pools = dsa.gather_pools(made.to(rows.dtype), plan, group=local.group)
+            indexer = getattr(module.compressor, "indexer", None)
+            if indexer is None:
+                seen = plan.ended(rows.device)
+            else:
+                seen = _selected(local, indexer, hidden_states, residual, position_ids)
             lists = torch.cat([lists, torch.where(seen < 0, seen, seen + rows.shape[0])], dim=-1)
-            rows = torch.cat([rows, pools.to(rows.dtype)])
+            rows = torch.cat([rows, pools])
         out = dsa.attend_selected(
             q.flatten(0, 1), rows, lists, scale=module.scaling, sink=module.sinks
         )
@@ -82,28 +88,12 @@ def _window(
     return torch.cat([own, came]), halo.seen(kv.device)
 
 
-def _pools(
-    local: LocalAttention,
-    compressor: Any,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor,
-    position_ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pools of all ranks, and which of them each token sees."""
-    plan = local.pools(compressor.compress_rate, _overlaps(compressor))
-    pools = dsa.gather_pools(
-        _compressed(local, compressor, hidden_states, plan), plan, group=local.group
-    )
-    if getattr(compressor, "indexer", None) is None:
-        return pools, plan.ended(hidden_states.device)
-    indexer = compressor.indexer
-    return pools, _selected(local, indexer, hidden_states, residual, position_ids, plan)
-
-
 def _compressed(
-    local: LocalAttention, compressor: Any, hidden_states: torch.Tensor, plan: dsa.PoolPlan
-) -> torch.Tensor:
-    """This rank's pools as keys: normed, and rotated to where their windows begin."""
+    local: LocalAttention, compressor: Any, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, dsa.PoolPlan]:
+    """This rank's pools as keys, normed and rotated to where their windows begin, of a
+    compressor or an indexer."""
+    plan = local.pools(compressor.compress_rate, _overlaps(compressor))
     made = dsa.pool_tokens(
         compressor.kv_proj(hidden_states),
         compressor.gate_proj(hidden_states),
@@ -116,8 +106,8 @@ def _compressed(
     cos, sin = compressor.rotary_emb(
         normed, position_ids=positions, layer_type=compressor.rope_layer_type
     )
-    turned: torch.Tensor = _rotary(compressor)(normed[None, None], cos, sin)
-    return turned[0, 0]
+    turned: torch.Tensor = _rotation()(normed[None, None], cos, sin)
+    return turned[0, 0], plan
 
 
 @torch.no_grad()
@@ -127,16 +117,15 @@ def _selected(
     hidden_states: torch.Tensor,
     residual: torch.Tensor,
     position_ids: torch.Tensor,
-    plan: dsa.PoolPlan,
 ) -> torch.Tensor:
     """The pools that the indexer chooses for each token, from those that ended; none of
     its parameters learns by that."""
-    keys = _compressed(local, indexer, hidden_states, plan)
+    keys, plan = _compressed(local, indexer, hidden_states)
     cos, sin = indexer.rotary_emb(
         hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type
     )
     q = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
-    q = _rotary(indexer)(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)
+    q = _rotation()(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)
     scorer = indexer.scorer
     # A positive factor passes through max(0, .), so the scores' scale goes here.
     weights = scorer.weights_proj(hidden_states).float().flatten(0, 1)
@@ -152,8 +141,8 @@ def _selected(
     return chosen
 
 
-def _rotary(module: Any) -> Any:
-    """The family's own rotation."""
+def _rotation() -> Any:
+    """The family's own, of the last channels."""
     return sys.modules[_MODULE].apply_rotary_pos_emb
 
 
