@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import threading
@@ -69,8 +70,10 @@ def check_wish(proof: Any) -> None:
     """That `proof` is something that parallelize takes."""
     if proof is False or (isinstance(proof, str) and proof == "auto"):
         return
-    if not isinstance(proof, torch.nn.Module):
-        raise wrong("parallelize", "proof", proof, '"auto", False or a small model')
+    from longspan._transformers import whole_models
+
+    if not isinstance(proof, torch.nn.Module) or proof not in whole_models(proof):
+        raise wrong("parallelize", "proof", proof, '"auto", False or a small model of transformers')
 
 
 def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement) -> str:
@@ -165,7 +168,7 @@ def check_version() -> None:
 def known_of(part: Any, wish: Any = "auto") -> Known:
     """What is known about a model's class and configuration; makes its twin if need be."""
     if isinstance(wish, torch.nn.Module):
-        twin = wish.to(torch.float64).eval()
+        twin = copy.deepcopy(wish).to(device="cpu", dtype=torch.float64).eval()
         return Known(twin, strangers(part, twin))
     if has_own_forwards(part):
         # As a key of what is kept they would keep the model.

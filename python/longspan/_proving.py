@@ -25,7 +25,7 @@ from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
 from longspan._strategy import Strategy
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
-from longspan._transformers import attention_layers, first_position
+from longspan._transformers import attention_layers, check_batch, first_position, has_loss
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
@@ -80,7 +80,9 @@ def ordinary_ids(model: Any) -> Tensor:
                 special |= {v for v in values if isinstance(v, int)}
     table = model.get_input_embeddings()
     size = int(getattr(table, "num_embeddings", 0) or table.weight.shape[0])
-    return torch.tensor([i for i in range(min(size, 4096)) if i not in special] or [0])
+    words = getattr(config.get_text_config(), "vocab_size", None) or size  # that have a logit
+    usual = [i for i in range(min(size, words, 4096)) if i not in special]
+    return torch.tensor(usual or [0])
 
 
 def prove(twin: Any) -> tuple[list[str], str | None]:
@@ -290,11 +292,13 @@ def check_numbering(twin: Any, first: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """Of a whole batch: logits [tokens, words] of real tokens in order, and gradients."""
+    """Of a whole batch: the mean loss of its targets, logits [tokens, words] of real tokens in
+    order, and gradients."""
 
     loss: float
     logits: Tensor
     gradients: dict[str, Tensor]
+    said: float | None = None  #: the loss that the model itself gave
 
 
 def check_ruler(twin: Any) -> list[str]:
@@ -354,27 +358,43 @@ def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
     targets[~real.bool()] = -100
     count = int(targets.ne(-100).sum())
 
-    def body(group: Group) -> tuple[float, Tensor, dict[str, Tensor]]:
+    learns = _learns(twin)
+
+    def body(group: Group) -> tuple[float, Any, Tensor, dict[str, Tensor]]:
         mine = _parallel(twin, group)
         state = state_of("parallelize", mine)
         given = {**batch, "shift_labels": targets}
         nobody = Agreement("parallelize", None)
         local = share(given, Place.in_group(group), nobody, state, Reading(who="parallelize"))
-        wanted = local.pop("shift_labels")
-        for key in ("labels", "num_items_in_batch"):
+        wanted = local["shift_labels"]
+        for key in () if learns else ("labels", "shift_labels", "num_items_in_batch"):
             local.pop(key, None)
-        rows = _rows(mine, mine(**local))
+        out = mine(**local)
+        rows = _rows(mine, out)
         loss = _loss(rows.flatten(0, 1), wanted.flatten(), count)
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), rows[0].detach(), _gradients(mine)
+        said = float(out.loss.detach()) if learns else None
+        return float(loss.detach()), said, rows[0].detach(), _gradients(mine)
 
     found = _run(ranks, body, twin)
     summed: dict[str, Tensor] = {}
-    for _, _, gradients in found:
+    for _, _, _, gradients in found:
         for name, gradient in gradients.items():
             summed[name] = summed.get(name, 0) + gradient
-    rows = torch.cat([logits for _, logits, _ in found])[: ids.shape[1]]
-    return _Answer(sum(loss for loss, _, _ in found), rows[real[0].bool()], summed)
+    rows = torch.cat([logits for _, _, logits, _ in found])[: ids.shape[1]]
+    said = sum(one[1] for one in found) if learns else None
+    return _Answer(sum(one[0] for one in found), rows[real[0].bool()], summed, said)
+
+
+def _learns(twin: Any) -> bool:
+    """Whether it gives the mean loss of the next tokens, and nothing beside it."""
+    if getattr(twin.config, "output_router_logits", False):
+        return False
+    try:
+        check_batch(twin, {"labels": ()})
+    except NotImplementedError:
+        return False  # `shard` takes no labels for it
+    return has_loss(twin)
 
 
 def _run(ranks: int, body: Callable[[Group], Any], twin: Any) -> list[Any]:
@@ -430,6 +450,11 @@ def _compare(plain: _Answer, ours: _Answer, blame: Callable[[], Blame | None], w
         found = blame()
         who = "the whole model" if found is None else str(found)
         raise Refused(f"{who} gives another answer {where} than the plain model, by {off:.0e}")
+    if ours.said is not None and not abs(ours.said - plain.loss) <= _TOLERANCE * plain.loss:
+        raise Refused(
+            f"the model counts another loss {where} than its logits have: {ours.said:.4g} and not "
+            f"{plain.loss:.4g}; it may not hand shift_labels and num_items_in_batch on"
+        )
     largest = max((float(g.abs().max()) for g in plain.gradients.values()), default=1.0)
     wrong = {}
     for key, gradient in plain.gradients.items():

@@ -262,12 +262,18 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
             )
 
 
+def has_loss(part: torch.nn.Module) -> bool:
+    """Whether it makes a loss: a decoder without a head makes none."""
+    name = type(part).__name__
+    return "For" in name or "LMHead" in name
+
+
 def _check_loss(part: PreTrainedModel) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     name = type(part).__name__
-    if "For" not in name and "LMHead" not in name:
-        return  # a decoder without a head, which makes no loss
+    if not has_loss(part):
+        return
     if part.loss_function is not ForCausalLMLoss:
         raise NotImplementedError(
             f"shard: {name} has a loss of its own "

@@ -342,3 +342,17 @@ def test_a_gradient_that_is_lost_is_named() -> None:
     message = r"'model\.layers\.[01]\.\S+' gets another gradient over one rank than in the plain"
     with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(model)
+
+
+class _Forgetful(transformers.LlamaForCausalLM):
+    """Shifts labels itself, whatever it is told."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        options.pop("shift_labels", None)
+        return super().forward(*args, **options)
+
+
+def test_a_loss_of_other_targets_is_refused() -> None:
+    model = _Forgetful(transformers.LlamaConfig(**_SIZES))
+    with pytest.raises(NotImplementedError, match="the model counts another loss over one rank th"):
+        longspan.parallelize(model)
