@@ -56,9 +56,8 @@ AttentionShape shape_of(const PlanArguments& arguments) {
   return shape;
 }
 
-/// Those that a list names; "all" leaves out teams that are none.
-std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks,
-                                    int64_t key_heads) {
+/// Those that a list names.
+std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks) {
   std::string names = arguments.strategy.value_or("ring");
   std::ranges::replace(names, '-', '_');
   const bool all = names == "all";
@@ -84,11 +83,8 @@ std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks,
         "'; expected all, or ring, gathered, needed, head-parallel, "
         "head-parallel-ring or a list of them");
     const bool teams = name == "head_parallel_ring";
-    const Strategy strategy =
-        Strategy::named(name, teams ? head_ranks : 0).over(ranks, key_heads);
-    const bool known =
-        std::ranges::find(strategies, strategy) != strategies.end();
-    if (!(all && known)) strategies.push_back(strategy);
+    strategies.push_back(
+        Strategy::named(name, teams ? head_ranks : Strategy::kFitting));
   }
   return strategies;
 }
@@ -100,8 +96,7 @@ void run_plan(const PlanArguments& arguments) {
   const int ranks = stream.ownership.ranks();
   const auto layout =
       AttentionLayout::of(stream.ownership, {std::move(stream.mask)});
-  const std::vector<Strategy> strategies =
-      strategies_of(arguments, ranks, shape.key_heads);
+  const std::vector<Strategy> strategies = strategies_of(arguments, ranks);
   const bool table =
       strategies.size() > 1 || arguments.strategy.value_or("") == "all";
   require(!table || !arguments.rank,
