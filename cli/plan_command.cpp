@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "longspan/core/detail/nearest.h"
 #include "longspan/draw/draw.h"
 #include "longspan/plan/attention_layout.h"
 #include "options.h"
@@ -77,11 +78,14 @@ std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks) {
   }
   std::vector<Strategy> strategies;
   for (const std::string& name : word_list("--strategy", names)) {
+    std::string hint = did_you_mean(name, Strategy::names());
+    std::ranges::replace(hint, '_', '-');
     require(
         std::ranges::find(Strategy::names(), name) != Strategy::names().end(),
         "--strategy is '", name,
         "'; expected all, or ring, gathered, needed, head-parallel, "
-        "head-parallel-ring or a list of them");
+        "head-parallel-ring or a list of them",
+        hint);
     const bool teams = name == "head_parallel_ring";
     strategies.push_back(
         Strategy::named(name, teams ? head_ranks : Strategy::kFitting));

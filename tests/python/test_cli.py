@@ -143,7 +143,8 @@ REFUSED = [
     (
         "layout unknown",
         [*STREAM, "--layout", "zigzag"],
-        "--layout is 'zigzag'; expected contiguous, head-tail, per-document-head-tail or uneven",
+        "--layout is 'zigzag'; expected contiguous, head-tail, per-document-head-tail or uneven; "
+        "did you mean head-tail?",
     ),
     (
         "layout of the library",
@@ -391,6 +392,9 @@ PLAN_REFUSED = [
     ("strategy unknown", [*STREAM, "--strategy", "torus"],
      "--strategy is 'torus'; expected all, or ring, gathered, needed, head-parallel, "
      "head-parallel-ring or a list of them"),
+    ("strategy of a paper", [*STREAM, "--strategy", "ulysses"],
+     "--strategy is 'ulysses'; expected all, or ring, gathered, needed, head-parallel, "
+     "head-parallel-ring or a list of them; did you mean head-parallel?"),
     ("strategy empty", [*STREAM, "--strategy", ""],
      "--strategy is empty; expected a list such as ring,needed"),
     ("all among others", [*STREAM, "--strategy", "ring,all"],
