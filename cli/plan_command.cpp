@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "longspan/core/detail/nearest.h"
 #include "longspan/draw/draw.h"
 #include "longspan/plan/attention_layout.h"
 #include "options.h"
@@ -56,9 +57,8 @@ AttentionShape shape_of(const PlanArguments& arguments) {
   return shape;
 }
 
-/// Those that a list names; "all" leaves out teams that are none.
-std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks,
-                                    int64_t key_heads) {
+/// Those that a list names.
+std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks) {
   std::string names = arguments.strategy.value_or("ring");
   std::ranges::replace(names, '-', '_');
   const bool all = names == "all";
@@ -78,17 +78,17 @@ std::vector<Strategy> strategies_of(const PlanArguments& arguments, int ranks,
   }
   std::vector<Strategy> strategies;
   for (const std::string& name : word_list("--strategy", names)) {
+    std::string hint = did_you_mean(name, Strategy::names());
+    std::ranges::replace(hint, '_', '-');
     require(
         std::ranges::find(Strategy::names(), name) != Strategy::names().end(),
         "--strategy is '", name,
         "'; expected all, or ring, gathered, needed, head-parallel, "
-        "head-parallel-ring or a list of them");
+        "head-parallel-ring or a list of them",
+        hint);
     const bool teams = name == "head_parallel_ring";
-    const Strategy strategy =
-        Strategy::named(name, teams ? head_ranks : 0).over(ranks, key_heads);
-    const bool known =
-        std::ranges::find(strategies, strategy) != strategies.end();
-    if (!(all && known)) strategies.push_back(strategy);
+    strategies.push_back(
+        Strategy::named(name, teams ? head_ranks : Strategy::kFitting));
   }
   return strategies;
 }
@@ -100,8 +100,7 @@ void run_plan(const PlanArguments& arguments) {
   const int ranks = stream.ownership.ranks();
   const auto layout =
       AttentionLayout::of(stream.ownership, {std::move(stream.mask)});
-  const std::vector<Strategy> strategies =
-      strategies_of(arguments, ranks, shape.key_heads);
+  const std::vector<Strategy> strategies = strategies_of(arguments, ranks);
   const bool table =
       strategies.size() > 1 || arguments.strategy.value_or("") == "all";
   require(!table || !arguments.rank,

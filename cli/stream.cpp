@@ -2,10 +2,13 @@
 
 #include <CLI/CLI.hpp>
 
+#include <array>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/nearest.h"
 #include "longspan/core/padding.h"
 #include "longspan/draw/draw.h"
 #include "options.h"
@@ -21,9 +24,11 @@ std::optional<OwnershipKind> layout_named(const char* flag,
                                           const std::string& name) {
   if (name == "uneven") return std::nullopt;
   const auto kind = ownership_kind(name);
-  require(
-      kind && *kind != OwnershipKind::ranges, flag, " is '", name,
-      "'; expected contiguous, head-tail, per-document-head-tail or uneven");
+  constexpr std::array<std::string_view, 4> names{
+      "contiguous", "head-tail", "per-document-head-tail", "uneven"};
+  require(kind && *kind != OwnershipKind::ranges, flag, " is '", name,
+          "'; expected contiguous, head-tail, per-document-head-tail or uneven",
+          did_you_mean(name, names));
   return kind;
 }
 

@@ -73,6 +73,7 @@ if(LONGSPAN_BUILD_TORCH)
         "libstdc++, which code beside torch needs; set CXX to another compiler")
     endif()
   endif()
+  set(LONGSPAN_WITHOUT_TORCH "LONGSPAN_BUILD_TORCH=OFF")
   include(LongspanTorch)
 endif()
 

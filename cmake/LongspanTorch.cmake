@@ -1,6 +1,7 @@
 # Defines the imported target Longspan::libtorch from the torch package of
 # LONGSPAN_PYTHON. torch's own package file is not used: it drags in a CUDA
 # toolkit search that fails on machines where only the libraries are installed.
+# LONGSPAN_WITHOUT_TORCH says what the reader may do who has none.
 if(NOT TARGET Longspan::libtorch)
   if(NOT LONGSPAN_TORCH_ROOT)
     execute_process(
@@ -11,7 +12,8 @@ if(NOT TARGET Longspan::libtorch)
     if(NOT LONGSPAN_TORCH_RESULT EQUAL 0)
       message(FATAL_ERROR "Longspan: ${LONGSPAN_PYTHON} has no torch; set "
         "LONGSPAN_PYTHON to an interpreter with torch >= 2.11, or "
-        "LONGSPAN_TORCH_ROOT to a LibTorch folder")
+        "LONGSPAN_TORCH_ROOT to a LibTorch folder; without torch there is "
+        "${LONGSPAN_WITHOUT_TORCH}")
     endif()
   endif()
   foreach(name torch torch_cpu c10)

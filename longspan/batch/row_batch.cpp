@@ -3,10 +3,15 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <set>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "longspan/batch/documents.h"
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/nearest.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {
@@ -41,6 +46,39 @@ at::Tensor checked_token_tensor(const TokenTensor& row,
   return tensor;
 }
 
+/// The keys of a batch without tokens, and what one of them may be a slip of.
+std::string what_came(const NamedTensors& batch) {
+  if (batch.empty()) return "no tensor came";
+  constexpr std::size_t kListed = 12;
+  constexpr std::array<std::string_view, 2> names{"input_ids", "inputs_embeds"};
+  std::string keys, hint;
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const std::string& key = batch[i].first;
+    if (i < kListed) keys += join(i == 0 ? "`" : ", `", key, "`");
+    const std::string_view name = nearest_name(key, names);
+    if (hint.empty() && !name.empty()) {
+      hint = join("; did you mean `", name, "` by `", key, "`?");
+    }
+  }
+  if (batch.size() > kListed) {
+    keys += join(" and ", batch.size() - kListed, " more");
+  }
+  return join("tensors that came: ", keys, hint);
+}
+
+/// "did you mean `labels`? Else ", where the key may be a slip of one that
+/// batches know and this one lacks.
+std::string meant_instead(const std::string& key, const NamedTensors& batch,
+                          const TokenTable& table) {
+  std::vector<std::string_view> names(std::begin(kUsedUp), std::end(kUsedUp));
+  for (const TokenTensor& row : table.rows()) names.emplace_back(row.key);
+  std::erase_if(names, [&](std::string_view name) {
+    return find_tensor(batch, name).defined();
+  });
+  const std::string_view name = nearest_name(key, names);
+  return name.empty() ? "" : join("did you mean `", name, "`? Else ");
+}
+
 }  // namespace
 
 RowBatch read_rows(const NamedTensors& batch, const ReadOptions& options) {
@@ -58,10 +96,13 @@ RowBatch read_rows(const NamedTensors& batch, const ReadOptions& options) {
         "the rows with seq_lens instead");
   const at::Tensor ids = find_tensor(batch, "input_ids");
   const at::Tensor embeds = find_tensor(batch, "inputs_embeds");
-  check(ids.defined() != embeds.defined(),
+  if (ids.defined() == embeds.defined()) {
+    throw std::invalid_argument(join(
         "read_rows: exactly one of `input_ids` and `inputs_embeds` belongs in "
         "a batch, ",
-        ids.defined() ? "both are there" : "neither is there");
+        ids.defined() ? "both are there"
+                      : join("neither is there; ", what_came(batch))));
+  }
   const at::Tensor& primary = ids.defined() ? ids : embeds;
   const char* const primary_key = ids.defined() ? "input_ids" : "inputs_embeds";
   check(options.table.find(primary_key) != nullptr &&
@@ -92,9 +133,14 @@ RowBatch read_rows(const NamedTensors& batch, const ReadOptions& options) {
     const bool per_token = is_dense(tensor) && tensor.dim() >= 2 &&
                            result.length > 1 && tensor.size(0) == result.rows &&
                            tensor.size(1) == result.length;
-    check(passed || !per_token, "read_rows: `", key, "` is ", describe(tensor),
+    if (!passed && per_token) {
+      throw std::invalid_argument(join(
+          "read_rows: `", key, "` is ", describe(tensor),
           ", which looks like one entry for each token, but the table does not "
-          "know it; add it to the table, or to pass_through to leave it whole");
+          "know it; ",
+          meant_instead(key, batch, options.table),
+          "add it to the table, or to pass_through to leave it whole"));
+    }
     result.payload.emplace_back(key, tensor);
   }
   result.documents =

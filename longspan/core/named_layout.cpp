@@ -2,8 +2,10 @@
 
 #include <array>
 #include <string>
+#include <vector>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/nearest.h"
 
 namespace longspan {
 
@@ -35,13 +37,15 @@ std::span<const NamedLayout> named_layouts() {
 }
 
 const NamedLayout& layout_named(std::string_view who, std::string_view name) {
-  std::string names;
+  std::string list;
+  std::vector<std::string_view> names;
   for (const NamedLayout& layout : kNamedLayouts) {
     if (layout.name == name) return layout;
-    names += join(names.empty() ? "" : ", ", layout.name);
+    list += join(list.empty() ? "" : ", ", layout.name);
+    names.push_back(layout.name);
   }
-  throw std::invalid_argument(
-      join(who, ": layout '", name, "' is not one of ", names));
+  throw std::invalid_argument(join(who, ": layout '", name, "' is not one of ",
+                                   list, did_you_mean(name, names)));
 }
 
 }  // namespace longspan

@@ -60,8 +60,9 @@ Picture draw_comparison(const Mask& mask, const Ownership& left,
                         const DrawOptions& options = {});
 
 /// What every rank computes, sends and receives at each step of a strategy,
-/// and bars: pairs, and bytes sent forward and backward. Plans of very many
-/// ranks or ranges are left out, and the caption says so.
+/// and bars: pairs, and bytes sent forward and backward. The strategy need not
+/// be over() the group yet; it keeps the name it was asked for. Plans of very
+/// many ranks or ranges are left out, and the caption says so.
 Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
                   const AttentionShape& shape, const DrawOptions& options = {});
 

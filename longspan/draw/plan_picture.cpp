@@ -48,12 +48,43 @@ Plan plan_of(const AttentionLayout& layout, const Strategy& strategy,
   return Plan::of(layout, strategy, rank, std::ssize(layout.masks));
 }
 
-std::string name_of(const Strategy& strategy, int ranks) {
+/// A strategy over a group, under the name it was asked for: where the group
+/// decided on the teams, one team of all ranks is not renamed.
+struct Named {
+  Strategy strategy;
+  std::string name;
+  bool fitted = false;
+};
+
+std::string name_of(const Strategy& strategy, int ranks, bool fitted) {
+  const auto teams = [&] {
+    return join("head_parallel_ring, teams of ", strategy.head_ranks);
+  };
+  if (fitted) return teams();
   if (strategy.head_ranks == ranks && ranks > 1) return "head_parallel";
   if (strategy.head_ranks == 1 || strategy.transport != KeyTransport::ring) {
     return strategy.to_string();
   }
-  return join("head_parallel_ring, teams of ", strategy.head_ranks);
+  return teams();
+}
+
+Named named(const Strategy& asked, int ranks, const AttentionShape& shape) {
+  const Strategy strategy = asked.over(ranks, shape.key_heads);
+  const bool fitted = asked.head_ranks == Strategy::kFitting;
+  return {strategy, name_of(strategy, ranks, fitted), fitted};
+}
+
+/// Says where fitted teams are another strategy by another name.
+std::string team_note(const Named& named, int ranks) {
+  const int members = named.strategy.head_ranks;
+  if (!named.fitted || ranks == 1) return "";
+  if (members == 1) {
+    return " No team fits both ranks and key heads: teams of 1 do what ring "
+           "does.";
+  }
+  if (members < ranks) return "";
+  return " One team of all ranks does what head_parallel does; head_ranks "
+         "makes smaller teams.";
 }
 
 std::string stream_words(const AttentionLayout& layout) {
@@ -181,10 +212,10 @@ std::string token_note(const std::vector<PlanRow>& rows) {
 
 /// Heading and caption of a table whose rows are complete. `note` says which
 /// ranks they are.
-void finish_table(PlanTable& table, const Strategy& strategy, const Plan& plan,
+void finish_table(PlanTable& table, const Named& asked, const Plan& plan,
                   const AttentionShape& shape, const std::string& note) {
-  table.heading = join("What each rank computes and sends: ",
-                       name_of(strategy, plan.ranks()));
+  const Strategy& strategy = asked.strategy;
+  table.heading = join("What each rank computes and sends: ", asked.name);
   table.head_ranks = strategy.head_ranks;
   for (const PlanRow& row : table.rows) {
     for (const PlanCell& cell : row.cells) {
@@ -199,6 +230,7 @@ void finish_table(PlanTable& table, const Strategy& strategy, const Plan& plan,
                     (shape.heads + members - 1) / members, " of ",
                     counted(shape.heads, "head"), ".");
   }
+  caption += team_note(asked, plan.ranks());
   if (plan.ranks() > strategy.head_ranks) {
     caption += " Keys travel while a step is computed; gradients go home after";
     caption += " it, backward.";
@@ -225,15 +257,15 @@ Picture titled(const AttentionLayout& layout, const std::string& what) {
   return picture;
 }
 
-StrategyRow strategy_row(const AttentionLayout& layout,
-                         const Strategy& strategy, const AttentionShape& shape,
+StrategyRow strategy_row(const AttentionLayout& layout, const Named& asked,
+                         const AttentionShape& shape,
                          const std::vector<int>& ranks) {
   StrategyRow row;
-  row.name = name_of(strategy, layout.ownership.ranks());
+  row.name = asked.name;
   double most_pairs = 0;
   const auto count = static_cast<double>(ranks.size());
   for (int rank : ranks) {
-    const Plan plan = plan_of(layout, strategy, rank);
+    const Plan plan = plan_of(layout, asked.strategy, rank);
     const double pairs = pairs_of(plan, shape);
     const int64_t forward = plan.sent_bytes(shape, Pass::forward);
     const int64_t backward = plan.sent_bytes(shape, Pass::backward);
@@ -252,11 +284,13 @@ StrategyRow strategy_row(const AttentionLayout& layout,
 
 }  // namespace
 
-Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
+Picture draw_plan(const AttentionLayout& layout, const Strategy& asked,
                   const AttentionShape& shape, const DrawOptions& options) {
   check_plan(layout, shape, options);
   const int ranks = layout.ownership.ranks();
-  Picture picture = titled(layout, name_of(strategy, ranks));
+  const Named shown_as = named(asked, ranks, shape);
+  const Strategy& strategy = shown_as.strategy;
+  Picture picture = titled(layout, shown_as.name);
   const std::vector<int> shown = spread(ranks, options.rows);
   const std::vector<int> planned =
       planned_ranks(layout, strategy, options.rows);
@@ -281,7 +315,7 @@ Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
     backward.add(plan, plan.sent_bytes(shape, Pass::backward), is_shown);
     if (rank == shown.back()) {
       finish_table(
-          table, strategy, plan, shape,
+          table, shown_as, plan, shape,
           shown_note(static_cast<int>(std::ssize(shown)), ranks, "ranks"));
     }
   }
@@ -293,10 +327,12 @@ Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
   return picture;
 }
 
-Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
+Picture draw_plan_of(const AttentionLayout& layout, const Strategy& asked,
                      int rank, const AttentionShape& shape,
                      const DrawOptions& options) {
   check_plan(layout, shape, options);
+  const Named shown_as = named(asked, layout.ownership.ranks(), shape);
+  const Strategy& strategy = shown_as.strategy;
   check(cost_of(layout, strategy) <= kMostRanges,
         "draw_plan: ", layout.ownership.to_string(),
         " has too many ranks or ranges to plan");
@@ -304,16 +340,14 @@ Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
   PlanTable table;
   table.rows.push_back(row_of(plan, shape, shown_steps(plan, options)));
   finish_table(
-      table, strategy, plan, shape,
+      table, shown_as, plan, shape,
       join(" In all the rank sends ",
            short_count(plan.sent_bytes(shape, Pass::forward)),
            " bytes forward and ",
            short_count(plan.sent_bytes(shape, Pass::backward)), " backward."));
   table.heading =
-      join("What rank ", rank,
-           " computes and sends: ", name_of(strategy, plan.ranks()));
-  Picture picture =
-      titled(layout, join(name_of(strategy, plan.ranks()), ", rank ", rank));
+      join("What rank ", rank, " computes and sends: ", shown_as.name);
+  Picture picture = titled(layout, join(shown_as.name, ", rank ", rank));
   picture.rows.push_back({PanelColumn{std::move(table)}});
   return picture;
 }
@@ -332,17 +366,19 @@ Picture draw_strategies(const AttentionLayout& layout,
       "heads; balance is the most of them over their mean, 1.00 at best. "
       "Bytes are what one rank sends in one pass.";
   std::string sampled, left_out;
-  const auto list = [&](std::string& names, const Strategy& strategy) {
-    names += join(names.empty() ? "" : "; ", name_of(strategy, ranks));
+  const auto list = [&](std::string& names, const Named& asked) {
+    names += join(names.empty() ? "" : "; ", asked.name);
   };
   for (const Strategy& strategy : strategies) {
-    const auto planned = planned_ranks(layout, strategy, options.rows);
+    const Named asked = named(strategy, ranks, shape);
+    const auto planned = planned_ranks(layout, asked.strategy, options.rows);
     if (planned.empty()) {
-      list(left_out, strategy);
+      list(left_out, asked);
       continue;
     }
-    table.rows.push_back(strategy_row(layout, strategy, shape, planned));
-    if (std::ssize(planned) < ranks) list(sampled, strategy);
+    table.rows.push_back(strategy_row(layout, asked, shape, planned));
+    if (std::ssize(planned) < ranks) list(sampled, asked);
+    table.caption += team_note(asked, ranks);
   }
   if (!sampled.empty()) {
     table.caption += join(" ", std::min(ranks, options.rows), " of ", ranks,

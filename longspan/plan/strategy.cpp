@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/nearest.h"
 
 namespace longspan {
 
@@ -36,10 +37,12 @@ Strategy Strategy::named(std::string_view name, int head_ranks) {
           "; head_parallel_ring takes any divisor of the ranks");
     return {KeyTransport::ring, kAllRanks};
   }
-  check(name == "head_parallel_ring", "Strategy: '", name,
-        "' is not one of ring, gathered, needed, head_parallel, "
-        "head_parallel_ring");
-  return {KeyTransport::ring, head_ranks};
+  if (name == "head_parallel_ring") return {KeyTransport::ring, head_ranks};
+  throw std::invalid_argument(
+      join("Strategy: '", name,
+           "' is not one of ring, gathered, needed, head_parallel, "
+           "head_parallel_ring",
+           did_you_mean(name, kStrategyNames)));
 }
 
 Strategy Strategy::over(int ranks, int64_t key_heads) const {

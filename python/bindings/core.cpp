@@ -2,9 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
+#include <string_view>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/core/detail/nearest.h"
 #include "longspan/core/document_runs.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/moves.h"
@@ -24,10 +27,13 @@ namespace longspan::python {
 namespace {
 
 OwnershipKind kind_named(const std::string& name) {
-  const auto kind = ownership_kind(name);
-  check(kind.has_value(), "Ownership: '", name,
-        "' is not one of contiguous, head-tail, per-document-head-tail");
-  return *kind;
+  if (const auto kind = ownership_kind(name)) return *kind;
+  constexpr std::array<std::string_view, 3> names{"contiguous", "head-tail",
+                                                  "per-document-head-tail"};
+  throw std::invalid_argument(
+      join("Ownership: '", name,
+           "' is not one of contiguous, head-tail, per-document-head-tail",
+           did_you_mean(name, names)));
 }
 
 TokenRange range_of(int64_t begin, int64_t end) {

@@ -64,7 +64,7 @@ void bind_draw(py::module_& m) {
           const Strategy& strategy, int64_t heads, int64_t key_heads,
           int64_t head_dim, int64_t value_dim, int64_t bytes_per_element) {
         return draw_plan(AttentionLayout::of(ownership, std::move(masks)),
-                         strategy.over(ownership.ranks(), key_heads),
+                         strategy,
                          {.heads = heads,
                           .key_heads = key_heads,
                           .head_dim = head_dim,

@@ -135,6 +135,15 @@ void* (*refusal(std::size_t which,
   return all.at(which);
 }
 
+/// Stands where a class has no constructor that Python may call.
+int no_constructor(PyObject* self, PyObject* /*args*/, PyObject* /*kwargs*/) {
+  const std::string name = py::str(py::type::of(self).attr("__name__"));
+  PyErr_SetString(
+      PyExc_TypeError,
+      join(name, ": cannot be called; functions return such values").c_str());
+  return -1;
+}
+
 /// Python's own way for the old protocols 0 and 1 ends the process inside of
 /// pybind11, so every protocol goes this one.
 void add_reduce(const py::object& type, const std::string& name) {
@@ -167,6 +176,9 @@ void name_refusals(py::module_& m) {
     if (info == nullptr || name.find("Error") != std::string::npos) continue;
     promise(classes < kMostClasses, "more than ", kMostClasses, " classes");
     class_names[classes] = name;
+    if (type->tp_init == &py::detail::pybind11_object_init) {
+      type->tp_init = &no_constructor;
+    }
     info->operator_new =
         refusal(classes++, std::make_index_sequence<kMostClasses>());
     add_reduce(py::reinterpret_borrow<py::object>(value), name);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from longspan._models import (
     find_state,
 )
 from longspan._strategy import Strategy
+from longspan._tables import html_table
 
 _TITLES: tuple[str, ...] = (
     "layer",
@@ -62,7 +63,8 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each attention layer costs on one rank; print it for a table."""
+    """What each attention layer costs on one rank; print it for a table, which it is in a
+    notebook."""
 
     rank: int
     ranks: int
@@ -80,22 +82,33 @@ class Explanation:
             "proof": self.proof,
         }
 
-    def __str__(self) -> str:
-        head = f"rank {self.rank} of {self.ranks}, {self.tokens} tokens"
+    @property
+    def _head(self) -> str:
+        return f"rank {self.rank} of {self.ranks}, {self.tokens} tokens"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Layers that cost the same share a row."""
         rows: dict[tuple[str, ...], list[str]] = {}
         for cost in self.layers:
             rows.setdefault(_columns(cost), []).append(cost.layer.name)
-        table = [_TITLES]
+        table = []
         for columns, names in rows.items():
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             table.append((names[0] + others, *columns))
+        return table
+
+    def _repr_html_(self) -> str:
+        return html_table(self._head, _TITLES, self._rows())
+
+    def __str__(self) -> str:
+        table = [_TITLES, *self._rows()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in table
         ]
         last = [f"let in: {self.proof}"] if self.proof else []
-        return "\n".join([head, *lines, *last])
+        return "\n".join([self._head, *lines, *last])
 
 
 def explain(
@@ -113,7 +126,8 @@ def explain(
     `batch` is what a collator gives, or what `shard` made of it. A model that is not
     parallelized yet is explained as `parallelize` would set it up with `group`,
     `strategy` and `layout`. `dtype` is what attention will compute in where a
-    wrapper casts (FSDP2's policy); by default autocast's, or the parameters'.
+    wrapper casts (FSDP2's policy); by default autocast's, or the parameters'. Of a model
+    on the meta device the kernel is the one that this CPU would run.
     """
     check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
     if dtype is not None:
@@ -136,10 +150,15 @@ def explain(
     groups = local[KEYWORD].groups if KEYWORD in local else ()
     dtypes = _dtypes(model) if dtype is None else {}
     device = next(model.parameters()).device
+    nowhere = device.type == "meta"
+    if nowhere:  # kernels are chosen by device, so ask for the one that is here
+        device = torch.device("cpu")
     costs = tuple(
         _cost(layer, state, cut, groups, dtype or dtypes[layer.name], device)
         for layer in state.layers
     )
+    if nowhere:
+        costs = tuple(replace(cost, kernel=f"on this CPU {cost.kernel}") for cost in costs)
     return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
 
 

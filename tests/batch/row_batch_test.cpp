@@ -215,7 +215,29 @@ INSTANTIATE_TEST_SUITE_P(
          "read_rows: 'input_ids' is not a tensor"},
         {"NoTokens", [] { read_rows({{"labels", ids(1, 2)}}); },
          "read_rows: exactly one of `input_ids` and `inputs_embeds` belongs in "
-         "a batch, neither is there"},
+         "a batch, neither is there; tensors that came: `labels`"},
+        {"NothingAtAll", [] { read_rows({}); },
+         "read_rows: exactly one of `input_ids` and `inputs_embeds` belongs in "
+         "a batch, neither is there; no tensor came"},
+        {"SlipInTheTokens",
+         [] { read_rows({{"labels", ids(1, 2)}, {"input_id", ids(1, 2)}}); },
+         "read_rows: exactly one of `input_ids` and `inputs_embeds` belongs in "
+         "a batch, neither is there; tensors that came: `labels`, `input_id`; "
+         "did you mean `input_ids` by `input_id`?"},
+        {"SlipInTheLabels",
+         [] { read_rows({{"input_ids", ids(1, 2)}, {"lables", ids(1, 2)}}); },
+         "read_rows: `lables` is int64 [1, 2], which looks like one entry for "
+         "each token, but the table does not know it; did you mean `labels`? "
+         "Else add it to the table, or to pass_through to leave it whole"},
+        {"NoSlipWhereTheNameIsThere",
+         [] {
+           read_rows({{"input_ids", ids(1, 2)},
+                      {"labels", ids(1, 2)},
+                      {"lables", ids(1, 2)}});
+         },
+         "read_rows: `lables` is int64 [1, 2], which looks like one entry for "
+         "each token, but the table does not know it; add it to the table, or "
+         "to pass_through to leave it whole"},
         {"IdsOutsideTheTable",
          [] { read_rows({{"input_ids", ids(1, 1)}}, {.table = {}}); },
          "read_rows: `input_ids` says how many tokens there are, so it belongs "

@@ -41,6 +41,17 @@ run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G ${GENERATOR}
   -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${flags}
   -DLONGSPAN_TORCH_ROOT=${LONGSPAN_TORCH_ROOT})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
+if(WITH_TORCH)  # a machine without torch hears which part needs none
+  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/without
+    -G ${GENERATOR} -DCMAKE_PREFIX_PATH=${WORK}/prefix -DALSO=torch
+    -DCMAKE_CXX_COMPILER=${COMPILER} -DLONGSPAN_PYTHON=no-python
+    RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  string(REGEX REPLACE "[ \n]+" " " output "${output}")
+  if(result EQUAL 0 OR
+      NOT output MATCHES "find_package\\(Longspan COMPONENTS core\\)")
+    message(FATAL_ERROR "without torch, find_package said:\n${output}")
+  endif()
+endif()
 foreach(program IN LISTS programs)
   run(${WORK}/build/${program})
 endforeach()

@@ -34,7 +34,8 @@ TEST(NamedLayout, SaysHowTokensAreCutAndWhatBecomesOfRows) {
 TEST(NamedLayout, RefusesOtherNames) {
   EXPECT_EQ(message_of([] { layout_named("shard", "zigzag"); }),
             "shard: layout 'zigzag' is not one of head-tail, contiguous-rows, "
-            "contiguous-stream, head-tail-stream, per-document-head-tail");
+            "contiguous-stream, head-tail-stream, per-document-head-tail; did "
+            "you mean head-tail?");
   EXPECT_EQ(message_of([] { form_named("pack", "grid"); }),
             "pack: form 'grid' is not one of rows, stream");
 }

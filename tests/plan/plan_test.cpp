@@ -288,7 +288,10 @@ TEST(Strategy, HasNames) {
   EXPECT_EQ(over("head_parallel_ring", 8, 2).head_ranks, 2);
   EXPECT_EQ(message_of([] { Strategy::named("rign"); }),
             "Strategy: 'rign' is not one of ring, gathered, needed, "
-            "head_parallel, head_parallel_ring");
+            "head_parallel, head_parallel_ring; did you mean ring?");
+  EXPECT_EQ(message_of([] { Strategy::named("ulysses"); }),
+            "Strategy: 'ulysses' is not one of ring, gathered, needed, "
+            "head_parallel, head_parallel_ring; did you mean head_parallel?");
   EXPECT_EQ(message_of([&] { over("head_parallel_ring", 4, 3); }),
             "Strategy: 4 ranks do not form teams of 3; head_ranks must divide "
             "the ranks");

@@ -57,9 +57,17 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "shard: `rank` is 2; expected 0 to 1": lambda: longspan.shard(IDS, rank=2, ranks=2),
     "pack: `table` is an int; expected a TokenTable": lambda: values.pack(IDS, table=3),
-    "pack: exactly one of `input_ids` and `inputs_embeds` belongs in a batch, neither is there": (
-        lambda: values.pack({})
+    "pack: exactly one of `input_ids` and `inputs_embeds` belongs in a batch, neither is there; "
+    "no tensor came": lambda: values.pack({}),
+    "shard: exactly one of `input_ids` and `inputs_embeds` belongs in a batch, neither is there; "
+    "tensors that came: `input_id`, `labels`; did you mean `input_ids` by `input_id`?": lambda: (
+        longspan.shard({"input_id": IDS["input_ids"], "labels": IDS["input_ids"]})
     ),
+    "shard: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
+    "head-tail-stream, per-document-head-tail; did you mean head-tail?": lambda: longspan.shard(
+        IDS, layout="zigzag"
+    ),
+    "Plan: cannot be called; functions return such values": lambda: longspan.Plan(),
     "pack: `input_ids` is a list; give it as a tensor, or name it in pass_through to leave it as "
     "it is": lambda: values.pack({"input_ids": [1]}),
     "shard_chunks: layout 'x' is not one of head-tail, contiguous-rows, contiguous-stream, "

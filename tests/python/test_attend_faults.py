@@ -139,6 +139,8 @@ REFUSED = [
     # Strategies.
     Refusal("unknown_strategy", {"strategy": "spiral"},
             f"Strategy: 'spiral' is not one of {NAMES}"),
+    Refusal("strategy_of_a_paper", {"strategy": "ulysses"},
+            f"Strategy: 'ulysses' is not one of {NAMES}; did you mean head_parallel?"),
     Refusal("no_strategy", {"strategy": ""}, f"Strategy: '' is not one of {NAMES}"),
     Refusal("teams_that_do_not_divide", {"strategy": "head_parallel_ring", "head_ranks": 3},
             "Strategy: 2 ranks do not form teams of 3; head_ranks must divide the ranks"),
@@ -216,7 +218,7 @@ REFUSED = [
             "it, an Ownership, or `attention`"),
     Refusal("unknown_layout", without_attention(layout="zigzag", mask=Mask.causal(STREAM)),
             "attend: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
-            "head-tail-stream, per-document-head-tail"),
+            "head-tail-stream, per-document-head-tail; did you mean head-tail?"),
     Refusal("layout_as_a_tensor", without_attention(layout=LAYOUT),
             "attend: `layout` is an int64 tensor; expected the name of a layout, or an Ownership",
             TypeError),

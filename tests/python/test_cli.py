@@ -143,7 +143,8 @@ REFUSED = [
     (
         "layout unknown",
         [*STREAM, "--layout", "zigzag"],
-        "--layout is 'zigzag'; expected contiguous, head-tail, per-document-head-tail or uneven",
+        "--layout is 'zigzag'; expected contiguous, head-tail, per-document-head-tail or uneven; "
+        "did you mean head-tail?",
     ),
     (
         "layout of the library",
@@ -391,6 +392,9 @@ PLAN_REFUSED = [
     ("strategy unknown", [*STREAM, "--strategy", "torus"],
      "--strategy is 'torus'; expected all, or ring, gathered, needed, head-parallel, "
      "head-parallel-ring or a list of them"),
+    ("strategy of a paper", [*STREAM, "--strategy", "ulysses"],
+     "--strategy is 'ulysses'; expected all, or ring, gathered, needed, head-parallel, "
+     "head-parallel-ring or a list of them; did you mean head-parallel?"),
     ("strategy empty", [*STREAM, "--strategy", ""],
      "--strategy is empty; expected a list such as ring,needed"),
     ("all among others", [*STREAM, "--strategy", "ring,all"],
@@ -636,10 +640,28 @@ def test_strategies_are_compared():
     assert "balance" in text and "head_parallel_ring, teams of 2" in text
 
 
-def test_teams_that_are_none_are_not_compared():
-    one_head = planned(*STREAM, "--heads", "8", "--key-heads", "1", "--strategy", "all")
-    names = [row["strategy"] for row in one_head["strategies"]["strategies"]]
-    assert names == ["ring", "gathered", "needed", "head_parallel"]
+def compared(*arguments):
+    panel = planned(*STREAM, *arguments)["strategies"]
+    return [row["strategy"] for row in panel["strategies"]], panel["caption"]
+
+
+@pytest.mark.parametrize(("key_heads", "teams"), [("8", 4), ("2", 2), ("1", 1)])
+def test_a_strategy_keeps_the_name_it_was_asked_for(key_heads, teams):
+    shape = ["--heads", "8", "--key-heads", key_heads]
+    names, caption = compared(*shape, "--strategy", "ring,head-parallel-ring")
+    assert names == ["ring", f"head_parallel_ring, teams of {teams}"]
+    assert ("does what head_parallel does" in caption) == (teams == 4)
+    assert ("do what ring does" in caption) == (teams == 1)
+    names, _ = compared(*shape, "--strategy", "all")
+    assert names == [
+        "ring",
+        "gathered",
+        "needed",
+        "head_parallel",
+        f"head_parallel_ring, teams of {teams}",
+    ]
+    alone = answer("plan", *STREAM, *shape, "--strategy", "head-parallel-ring")
+    assert alone.startswith(f"Plan, head_parallel_ring, teams of {teams}, ")
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "all"])

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 import re
+import runpy
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +12,13 @@ import pytest
 import longspan
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+BACKEND = PYPROJECT.parent / "tools" / "backend"
+CALL_BACKEND = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import longspan_backend
+longspan_backend.build_wheel("somewhere")
+"""
 PACKAGE = pathlib.Path(longspan.__file__).parent
 
 
@@ -31,6 +40,35 @@ def test_imports_are_the_declared_dependencies() -> None:
     declared = [*project["dependencies"], *(name for extra in extras.values() for name in extra)]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in declared}
     assert imported() == names
+
+
+def test_a_build_without_its_packages_names_them() -> None:
+    """As pip calls it with --no-build-isolation, in an interpreter that has nothing."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", CALL_BACKEND, str(BACKEND)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"longspan: {sys.executable} has no scikit-build-core>=0.10 and no torch>=2.11, which a "
+        "build without isolation takes from there; run: pip install "
+        '"scikit-build-core>=0.10" "torch>=2.11" cmake ninja'
+    ]
+
+
+def test_the_backend_names_what_the_project_requires() -> None:
+    project = pytest.importorskip("tomllib").loads(PYPROJECT.read_text())["build-system"]
+    assert project["backend-path"] == ["tools/backend"]
+    backend = runpy.run_path(str(BACKEND / f"{project['build-backend']}.py"))
+    assert list(backend["NEEDED"].values()) == project["requires"]
+
+
+def test_with_its_packages_the_backend_is_that_of_scikit_build() -> None:
+    build = pytest.importorskip("scikit_build_core.build")
+    hook = runpy.run_path(str(BACKEND / "longspan_backend.py"))["__getattr__"]
+    assert hook("build_wheel") is build.build_wheel
 
 
 def test_tensors_never_become_arrays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -120,3 +121,24 @@ def test_what_it_refuses() -> None:
             longspan.explain(model, packed([3]).batch, group)
 
     run_ranks(2, body)
+
+
+def test_a_model_without_memory_is_explained_as_on_this_cpu() -> None:
+    model = decoder("llama", torch.float32)
+    batch = packed(*ROWS).batch
+    here = longspan.explain(model, batch)
+    nowhere = longspan.explain(model.to("meta"), batch)
+    for cost, real in zip(nowhere.layers, here.layers, strict=True):
+        assert cost.kernel == f"on this CPU {real.kernel}"
+        assert "CUDA" not in cost.kernel
+        assert (cost.pairs, cost.sent_forward) == (real.pairs, real.sent_forward)
+
+
+def test_an_explanation_is_a_table_in_a_notebook() -> None:
+    said = longspan.explain(decoder("gemma4", torch.float32), packed(*ROWS).batch)
+    table = ElementTree.fromstring(said._repr_html_())
+    assert table.findtext("caption") == str(said).splitlines()[0]
+    rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert len(rows) == len(str(said).splitlines()) - 1
+    for row, line in zip(rows, str(said).splitlines()[1:], strict=True):
+        assert all(cell in line for cell in row)
