@@ -37,6 +37,9 @@ void check_drawable(const Packing& packing, int ranks);
 Picture draw_ownership(const Ownership& ownership, const Packing& packing,
                        const DrawOptions& options = {});
 
+/// The stream alone: where documents and their pads lie.
+Picture draw_packing(const Packing& packing, const DrawOptions& options = {});
+
 /// Query x key: who computes what at which ring step. A compressed mask has no
 /// ring steps, since its keys are not tokens.
 Picture draw_mask(const Mask& mask, const Ownership& ownership,
@@ -70,6 +73,9 @@ Picture draw_plan(const AttentionLayout& layout, const Strategy& strategy,
 Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
                      int rank, const AttentionShape& shape,
                      const DrawOptions& options = {});
+
+/// The same of a plan by itself, which knows tokens but no bytes.
+Picture draw_plan_of(const Plan& plan, const DrawOptions& options = {});
 
 /// One line a strategy: steps, hops, pairs, balance and bytes.
 Picture draw_strategies(const AttentionLayout& layout,

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <utility>
+#include <variant>
 
 #include "longspan/core/detail/check.h"
 #include "longspan/draw/detail/cells.h"
@@ -96,6 +98,36 @@ Picture draw_ownership(const Ownership& ownership, const Packing& packing,
       join("Which rank owns which token. ", ownership.to_string(), ", ",
            packing.to_string(), ". ", strips.caption);
   picture.rows.push_back({PanelColumn{std::move(strips)}});
+  return picture;
+}
+
+Picture draw_packing(const Packing& packing, const DrawOptions& options) {
+  check_options(options);
+  check_drawable(packing, 1);
+  // Every document as a rank of its own, while colours can tell them apart.
+  const bool marked = packing.documents() <= options.strip_cells / 2;
+  std::vector<std::vector<TokenRange>> slots;
+  for (int64_t d = 0; marked && d < packing.documents(); ++d) {
+    slots.push_back({packing.slot(d)});
+  }
+  const Ownership documents = slots.empty()
+                                  ? Ownership::contiguous(packing.tokens(), 1)
+                                  : Ownership::of_ranges(std::move(slots));
+  Picture picture = draw_ownership(documents, packing, options);
+  auto& strips = std::get<Strips>(picture.rows.front().front().front());
+  strips.owned = false;
+  strips.heading = join(counted(packing.documents(), "document"), ", ",
+                        counted(packing.tokens(), "token"));
+  strips.strips.resize(1);
+  const int64_t pads = packing.tokens() - packing.real_tokens();
+  strips.caption = pads > 0 ? counted(pads, "pad token") + "." : "";
+  if (!marked) {
+    strips.caption +=
+        join(strips.caption.empty() ? "" : " ", "Too many documents to mark.");
+  }
+  picture.title = "Packing, " + strips.heading;
+  picture.description =
+      join("Documents end to end. ", packing.to_string(), ".");
   return picture;
 }
 

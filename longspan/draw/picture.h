@@ -46,10 +46,12 @@ struct DocumentMark {
 };
 
 /// Who owns which token: the stream first, then one strip for each shown rank.
-/// All strips have the same cells.
+/// All strips have the same cells. Where nobody owns them yet, the stream
+/// stands alone and the ranks of its cells are documents.
 struct Strips {
   std::string heading;
   std::string caption;
+  bool owned = true;
   int64_t tokens = 0;
   std::vector<Strip> strips;
   std::vector<DocumentMark> documents;  ///< empty when too many to draw

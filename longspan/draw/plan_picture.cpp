@@ -352,6 +352,34 @@ Picture draw_plan_of(const AttentionLayout& layout, const Strategy& asked,
   return picture;
 }
 
+Picture draw_plan_of(const Plan& plan, const DrawOptions& options) {
+  check_options(options);
+  const std::string name =
+      join(name_of(plan.strategy(), plan.ranks(), /*fitted=*/false), ", rank ",
+           plan.rank(), " of ", plan.ranks());
+  PlanTable table;
+  table.heading = join("What the rank computes and sends: ", name);
+  table.rows.push_back(row_of(plan, {}, shown_steps(plan, options)));
+  // Bytes are a matter of heads and channels, which a plan does not know.
+  table.rows.front().key_bytes = table.rows.front().gradient_bytes = 0;
+  for (PlanCell& cell : table.rows.front().cells) {
+    table.most_pairs = std::max(table.most_pairs, cell.pairs);
+    for (PlanFlow* flow :
+         {&cell.sends, &cell.arrivals, &cell.returns, &cell.homecomings}) {
+      flow->bytes = 0;
+    }
+  }
+  table.caption =
+      join(counted(std::ssize(plan.steps()), "step"), ".",
+           shown_note(static_cast<int>(table.rows.front().cells.size()),
+                      static_cast<int>(plan.steps().size()), "steps"));
+  Picture picture;
+  picture.title = join("Plan, ", name);
+  picture.description = plan.to_string();
+  picture.rows.push_back({PanelColumn{std::move(table)}});
+  return picture;
+}
+
 Picture draw_strategies(const AttentionLayout& layout,
                         const std::vector<Strategy>& strategies,
                         const AttentionShape& shape,

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 
 #include "longspan/core/detail/check.h"
@@ -118,6 +119,86 @@ void paint_row(SvgWriter& out, const PlanTable& table, const PlanRow& row,
   }
 }
 
+/// More ranks than this are shades and not numbers.
+constexpr std::size_t kMostReadable = 8;
+
+/// One measure of all cells: the stronger the colour, the more.
+struct HeatMap {
+  const char* name;
+  int64_t (*amount)(const PlanCell& cell);
+};
+
+int64_t most_of(const PlanTable& table, const HeatMap& map) {
+  int64_t most = 0;
+  for (const PlanRow& row : table.rows) {
+    for (const PlanCell& cell : row.cells) {
+      most = std::max(most, map.amount(cell));
+    }
+  }
+  return most;
+}
+
+/// Paints a map whose steps start at box.x; returns its height.
+double paint_map(SvgWriter& out, const PlanTable& table, const HeatMap& map,
+                 Box box) {
+  constexpr double kRow = 14;
+  constexpr double kGap = 2;
+  const int64_t most = most_of(table, map);
+  out.text(box.x, box.y + 11, map.name, "soft");
+  out.text(box.x + box.width, box.y + 11, join("at most ", short_count(most)),
+           "small", Anchor::end);
+  std::vector<int> steps;
+  for (const PlanCell& cell : table.rows.front().cells) {
+    steps.push_back(cell.step);
+  }
+  const double width = box.width / static_cast<double>(steps.size());
+  double y = box.y + 18;
+  std::array<std::vector<Box>, kHeatLevels + 1> shades;
+  for (const PlanRow& row : table.rows) {
+    for (std::size_t c = 0; c < row.cells.size(); ++c) {
+      const double share = static_cast<double>(map.amount(row.cells[c])) /
+                           static_cast<double>(std::max<int64_t>(1, most));
+      shades[static_cast<std::size_t>(std::ceil(share * kHeatLevels))]
+          .push_back({box.x + width * static_cast<double>(c), y, width - kGap,
+                      kRow - kGap});
+    }
+    y += kRow;
+  }
+  for (std::size_t level = 0; level < shades.size(); ++level) {
+    out.path(shades[level], level == 0 ? "none" : join("heat", level));
+  }
+  out.text(box.x, y + 11, join("step ", steps.front()), "small");
+  out.text(box.x + box.width, y + 11, std::to_string(steps.back()), "small",
+           Anchor::end);
+  return y + 15 - box.y;
+}
+
+/// Tables of many ranks: a map for each measure, side by side.
+double paint_maps(SvgWriter& out, const PlanTable& table, bool travels,
+                  Box box) {
+  static constexpr std::array kMaps{
+      HeatMap{"visible pairs", [](const PlanCell& cell) { return cell.pairs; }},
+      HeatMap{"keys sent, in tokens",
+              [](const PlanCell& cell) { return cell.sends.tokens; }},
+      HeatMap{"gradients sent home",
+              [](const PlanCell& cell) { return cell.returns.tokens; }}};
+  constexpr double kGap = 24;
+  const std::size_t maps = travels ? kMaps.size() : 1;
+  double y = box.y + 18;
+  for (const PlanRow& row : table.rows) {
+    out.text(box.x, y + 10, join("rank ", row.rank), "small");
+    y += 14;
+  }
+  const double room = box.width - kSvgLabels + kGap;
+  const double width = room / static_cast<double>(kMaps.size());
+  double height = 0;
+  for (std::size_t i = 0; i < maps; ++i) {
+    const double x = box.x + kSvgLabels + width * static_cast<double>(i);
+    height = paint_map(out, table, kMaps[i], {x, box.y, width - kGap, 0});
+  }
+  return height;
+}
+
 bool moves_keys(const PlanTable& table) {
   return std::ranges::any_of(table.rows, [](const PlanRow& row) {
     return std::ranges::any_of(row.cells, [](const PlanCell& cell) {
@@ -133,7 +214,15 @@ bool moves_keys(const PlanTable& table) {
 double paint(SvgWriter& out, const PlanTable& table, Box box) {
   double y = box.y + paint_heading(out, box, table.heading);
   std::string caption = table.caption;
-  if (!table.rows.empty()) {
+  if (table.rows.size() > kMostReadable) {
+    y += paint_maps(out, table, moves_keys(table), {box.x, y, box.width, 0});
+    caption =
+        join("The stronger the colour, the more, of the most in each map.",
+             table.head_ranks > 1
+                 ? " What teams trade for heads is in the bars below."
+                 : "",
+             " ", caption);
+  } else if (!table.rows.empty()) {
     const Columns columns = columns_of(table, box);
     std::vector<int> steps;
     for (const PlanCell& cell : table.rows.front().cells) {

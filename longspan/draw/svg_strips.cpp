@@ -84,19 +84,43 @@ void StripPainter::rule(const std::vector<StripCell>& cells, double height) {
 }
 
 void StripPainter::label(const std::vector<CellRun>& runs) {
+  constexpr double kTinyFont = 10;
+  constexpr double kTinyHeight = 8;
+  const auto named = [](const CellRun& run) {
+    return run.rank >= 0 && run.pads != Pads::all;
+  };
+  const auto room = [&](const CellRun& run) {
+    return axis_.span(run.tokens) - 2;
+  };
+  const auto along = [&](const CellRun& run) {
+    return !named(run) || text_width(std::to_string(run.rank), 12) <= room(run);
+  };
+  // Short runs of many ranks have room for numbers across the strip.
+  const auto across = [&](const CellRun& run) {
+    return !named(run) ||
+           (text_width(std::to_string(run.rank), kTinyFont) <= thickness_ &&
+            kTinyHeight <= room(run));
+  };
+  const bool turned =
+      !std::ranges::all_of(runs, along) && std::ranges::all_of(runs, across);
   for (const CellRun& run : runs) {
-    if (run.rank < 0 || run.pads == Pads::all) continue;
-    const double room = axis_.span(run.tokens) - 2;
-    const double middle = axis_.at(run.tokens.begin) + room / 2 + 1;
+    if (!named(run) || !(turned || along(run))) continue;
+    const double middle = axis_.at(run.tokens.begin) + room(run) / 2 + 1;
     const double base = side_ + thickness_ / 2 + 4;
     const std::string number = std::to_string(run.rank);
-    const std::string name = "rank " + number;
-    const bool whole = text_width(name, 12) + 6 <= room;
-    if (!whole && text_width(number, 12) > room) continue;
-    if (direction_ == Direction::across) {
-      out_.text(middle, base, whole ? name : number, "on", Anchor::middle);
+    if (turned && direction_ == Direction::across) {
+      out_.upward_text(middle + 3.5, side_ + thickness_ / 2, number, "on tiny");
+    } else if (turned) {
+      out_.text(side_ + thickness_ / 2, middle + 3.5, number, "on tiny",
+                Anchor::middle);
     } else {
-      out_.upward_text(base, middle, whole ? name : number, "on");
+      const std::string name = "rank " + number;
+      const bool whole = text_width(name, 12) + 6 <= room(run);
+      if (direction_ == Direction::across) {
+        out_.text(middle, base, whole ? name : number, "on", Anchor::middle);
+      } else {
+        out_.upward_text(base, middle, whole ? name : number, "on");
+      }
     }
   }
 }
@@ -200,7 +224,7 @@ double paint(SvgWriter& out, const Strips& strips, Box box) {
     if (!is_stream || strips.tokens == 0) continue;
     const std::vector<CellRun> runs = owner_runs(strip.cells, borders);
     painter.divide(runs);
-    painter.label(runs);
+    if (strips.owned) painter.label(runs);
     y += token_ticks(out, axis, y - 4, runs);
   }
   y -= 4;

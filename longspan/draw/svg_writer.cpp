@@ -157,13 +157,18 @@ std::string svg_style() {
   for (int index = 0; index < kColours; ++index) {
     style += join(".r", index, "{fill:", hex(colour_at(index)), "}\n");
   }
+  for (int level = 1; level <= kHeatLevels; ++level) {
+    style += join(".heat", level, "{fill:", hex(colour_at(0)), ";opacity:",
+                  svg_number(static_cast<double>(level) / kHeatLevels), "}\n");
+  }
   style +=
       ".part{opacity:.6}\n"
       ".hatch{fill:url(#hatch)}\n"
       "#hatch path{stroke:#ffffff;stroke-width:2.4;fill:none;"
       "shape-rendering:auto}\n"
       ".cut{stroke:#ffffff;stroke-width:1.5;fill:none;shape-rendering:auto}\n"
-      ".hair{stroke:#ffffff;stroke-width:.6;fill:none}\n"
+      ".hair{stroke:#ffffff;stroke-width:1;fill:none;shape-rendering:auto;"
+      "vector-effect:non-scaling-stroke}\n"
       ".border{stroke:#1f2328;stroke-width:1;stroke-dasharray:4 3;opacity:.6}\n"
       ".rule{stroke:#59636e;stroke-width:1}\n"
       ".mean{stroke:#1f2328;stroke-width:1.2;stroke-dasharray:3 3}\n"

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "longspan/core/detail/check.h"
 #include "longspan/core/mask.h"
 #include "longspan/draw/svg.h"
 #include "longspan/draw/text.h"
@@ -36,6 +37,12 @@ void bind_draw(py::module_& m) {
       .def("to_text", &text_of, py::kw_only(), py::arg("width") = 80,
            py::arg("ascii") = false, py::arg("color") = false)
       .def("_repr_svg_", &to_svg)
+      .def("__repr__",
+           [](const Picture& picture) {
+             const auto panels = std::ssize(panels_of(picture));
+             return join("Picture(\"", picture.title, "\", ", panels,
+                         panels == 1 ? " panel)" : " panels)");
+           })
       .def("__str__", [](const Picture& picture) {
         return text_of(picture, 80, false, false);
       });
@@ -79,12 +86,15 @@ void bind_draw(py::module_& m) {
   const auto add = [&](const char* type, const py::cpp_function& method) {
     m.attr(type).attr("_repr_svg_") = method;
   };
-  add("Packing",
+  add("Packing", py::cpp_function(
+                     [=](const Packing& packing) {
+                       return to_svg(draw_packing(packing, usual));
+                     },
+                     py::name("_repr_svg_"), py::is_method(m.attr("Packing"))));
+  add("Plan",
       py::cpp_function(
-          [=](const Packing& packing) {
-            return to_svg(draw_ownership(one_rank(packing), packing, usual));
-          },
-          py::name("_repr_svg_"), py::is_method(m.attr("Packing"))));
+          [=](const Plan& plan) { return to_svg(draw_plan_of(plan, usual)); },
+          py::name("_repr_svg_"), py::is_method(m.attr("Plan"))));
   add("Ownership",
       py::cpp_function(
           [=](const Ownership& ownership) {

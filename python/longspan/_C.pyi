@@ -370,6 +370,7 @@ class Plan:
         value_dim: int | None = None,
         bytes_per_element: int = 2,
     ) -> int: ...
+    def _repr_svg_(self) -> str: ...
 
 class HaloPlan:
     @staticmethod

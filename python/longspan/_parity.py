@@ -24,6 +24,7 @@ from longspan._batch import Place, Reading, shard, share, unshard
 from longspan._group import Group, ranks_of
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import find_state
+from longspan._tables import html_table
 from longspan.comm import all_gather_tokens
 
 #: How a model runs on a share: the loss (None without labels), and one output for
@@ -73,10 +74,25 @@ class Parity:
     def __bool__(self) -> bool:
         return self.first is None
 
-    def __str__(self) -> str:
+    @property
+    def _head(self) -> str:
         wrong = sum(d.differs for d in self.differences)
-        head = f"{len(self.differences)} tensors compared, {wrong} differ"
-        return "\n  ".join([head, *map(str, self.differences)])
+        return f"{len(self.differences)} tensors compared, {wrong} differ"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks, what differs in bold."""
+        return html_table(
+            self._head,
+            ("tensor", "relative error", "allowed", ""),
+            [
+                (d.name, f"{d.error:.3g}", f"{d.allowed:.3g}", "differs" if d.differs else "equal")
+                for d in self.differences
+            ],
+            marked=[index for index, d in enumerate(self.differences) if d.differs],
+        )
+
+    def __str__(self) -> str:
+        return "\n  ".join([self._head, *map(str, self.differences)])
 
     def raise_if_different(self) -> None:
         if self.first is not None:

@@ -7,11 +7,37 @@
 
 #include "longspan/core/tile.h"
 #include "longspan/core/work.h"
+#include "longspan/draw/svg.h"
+#include "longspan/draw/text.h"
 #include "longspan/plan/detail/ring.h"
 #include "tests/support/masks.h"
+#include "tests/support/xml.h"
 
 namespace longspan {
 namespace {
+
+TEST(DrawPacking, ShowsDocumentsAndNoRanks) {
+  const Packing packing = Packing::of({24, 13, 0, 16}, {24, 16, 4, 20});
+  const Picture picture = draw_packing(packing);
+  EXPECT_EQ(picture.title, "Packing, 4 documents, 64 tokens");
+  const auto& strips = std::get<Strips>(*panels_of(picture).at(0));
+  ASSERT_EQ(strips.strips.size(), 1U);
+  EXPECT_EQ(strips.documents.size(), 4U);
+  EXPECT_EQ(strips.caption, "11 pad tokens.");
+  const std::string svg = to_svg(picture);
+  EXPECT_EQ(svg.find("rank"), std::string::npos);
+  EXPECT_NE(svg.find("document 1, 13 of 16"), std::string::npos);
+}
+
+TEST(DrawPacking, TakesAnyPacking) {
+  for (const Packing& packing :
+       {Packing::single(0), Packing::single(1), Packing::of({0, 0}, {0, 3}),
+        Packing::of(std::vector<int64_t>(1000, 3))}) {
+    const Picture picture = draw_packing(packing);
+    EXPECT_EQ(test::read_xml(to_svg(picture)).error, "");
+    EXPECT_FALSE(to_text(picture).empty());
+  }
+}
 
 using test::message_of;
 using test::Random;

@@ -224,6 +224,38 @@ TEST(DrawPlan, ReducedPicturesSaySo) {
   EXPECT_LT(took.count(), 20);
 }
 
+TEST(DrawPlan, ManyRanksAreShadesAndNotNumbers) {
+  const auto drawn = [](int ranks) {
+    const auto layout = causal(Ownership::contiguous(1024, ranks));
+    return to_svg(draw_plan(layout, Strategy::named("ring"), kShape));
+  };
+  const std::string few = drawn(8);
+  EXPECT_NE(few.find("→"), std::string::npos);
+  EXPECT_EQ(few.find("class=\"heat"), std::string::npos);
+  const std::string many = drawn(64);
+  EXPECT_EQ(many.find("→"), std::string::npos);
+  EXPECT_NE(many.find("class=\"heat8\""), std::string::npos);
+  EXPECT_NE(many.find("class=\"heat5\""), std::string::npos);  // half a block
+  const test::XmlFile file = test::read_xml(many);
+  EXPECT_EQ(file.error, "");
+  // A name for each of 16 ranks, and for the bars a name and a number; little
+  // else.
+  EXPECT_LT(file.count("text"), 16 * 7 + 30);
+}
+
+TEST(DrawPlan, APlanShowsItself) {
+  const auto layout = causal(Ownership::contiguous(64, 4));
+  const Plan plan =
+      Plan::of(layout, Strategy::named("ring").over(4, 1), /*rank=*/1);
+  const Picture picture = draw_plan_of(plan);
+  EXPECT_EQ(picture.title, "Plan, ring, rank 1 of 4");
+  const PlanTable table = panels<PlanTable>(picture).at(0);
+  ASSERT_EQ(table.rows.size(), 1U);
+  EXPECT_EQ(table.rows[0].cells[0].pairs, 136);
+  EXPECT_EQ(table.rows[0].cells[1].pairs, 256);
+  EXPECT_EQ(test::read_xml(to_svg(picture)).error, "");
+}
+
 TEST(DrawPlan, ListsPeersWhileThereIsRoom) {
   EXPECT_EQ(peers_text({1, 2, 3}, 8), "1 2 3");
   EXPECT_EQ(peers_text({1, 2, 3, 4, 5, 6}, 8), "6 ranks");

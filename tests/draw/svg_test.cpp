@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <map>
+#include <string>
 
 #include "longspan/draw/detail/palette.h"
 #include "longspan/draw/detail/svg_writer.h"
@@ -85,6 +87,34 @@ TEST(Svg, ATileShowsItsStep) {
     }
   }
   EXPECT_EQ(steps, "0102103210");  // ordered by rank, then by owner
+}
+
+/// Lines that are thinner than a pixel and snap to pixels come and go with the
+/// width at which a picture is shown.
+TEST(Svg, MarksOfTokensShowAtEveryWidth) {
+  const std::string style = svg_style();
+  const std::size_t begin = style.find(".hair{");
+  ASSERT_NE(begin, std::string::npos);
+  const std::string rule = style.substr(begin, style.find('}', begin) - begin);
+  EXPECT_NE(rule.find("stroke-width:1;"), std::string::npos) << rule;
+  EXPECT_NE(rule.find("shape-rendering:auto"), std::string::npos) << rule;
+  EXPECT_NE(rule.find("non-scaling-stroke"), std::string::npos) << rule;
+}
+
+TEST(Svg, EveryShareOfSixteenRanksIsNumbered) {
+  const auto owners = Ownership::head_tail(100'000'000, 16);
+  const auto mask = Mask::causal(Packing::single(100'000'000));
+  const test::XmlFile file = test::read_xml(to_svg(draw_mask(mask, owners)));
+  // Keys and queries, head and tail; the last rank holds both as one run.
+  std::map<std::string, int> numbers;
+  for (const test::XmlElement& element : file.elements) {
+    if (element.name == "text" && element.attribute("class") == "on tiny") {
+      ++numbers[element.text];
+    }
+  }
+  for (int rank = 0; rank < 16; ++rank) {
+    EXPECT_GE(numbers[std::to_string(rank)], rank == 15 ? 2 : 4) << rank;
+  }
 }
 
 TEST(Svg, FollowsLightAndDark) {

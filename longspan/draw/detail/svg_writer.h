@@ -49,6 +49,9 @@ class SvgWriter {
   std::string body_;
 };
 
+/// Shades of a heat map, classes "heat1" (pale) to "heat8".
+inline constexpr int kHeatLevels = 8;
+
 /// The style sheet: light, and dark where the reader prefers it.
 std::string svg_style();
 
