@@ -100,7 +100,7 @@ def test_a_wish_that_is_none() -> None:
     for wish in (True, "yes", None, 3, nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=r'`proof` is .*; expected "auto", False or a small'):
             longspan.parallelize(decoder("llama"), proof=wish)
-    with pytest.raises(TypeError, match="prove: `twin` is .*; expected a small model of transform"):
+    with pytest.raises(TypeError, match=r"prove: `twin` is .*; expected a small model of trans"):
         prove(decoder("llama"), twin=nn.Linear(2, 2))
 
 
