@@ -34,7 +34,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input", 8),
     (rf"hidden_size|d_model|n_embd|emb_dim|{_EMBEDDINGS}", _WIDTH),
     (r"\w*intermediate_size\w*|\w*ffn_dim|n_inner|\w*ffn_hidden_size|dff|d_ff", 48),
-    (r"\w*vocab_size\w*|n_words", VOCABULARY),
+    (r"\w*vocab_size\w*|\w+_vocab|n_words", VOCABULARY),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 8),
     (r"zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k", 2),

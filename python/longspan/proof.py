@@ -20,7 +20,7 @@ import torch
 
 from longspan import _transformers
 from longspan._admission import Proof, check_version, check_wrappers, known_of, look_at, proof_of
-from longspan._arguments import check_kind
+from longspan._arguments import check_kind, wrong
 from longspan._models import find_state
 from longspan._twins import kind_of
 
@@ -32,8 +32,10 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
     is a small model of the same classes, where none can be made. Nothing is
     communicated, and nothing of the model is touched."""
     check_kind("prove", "model", model, torch.nn.Module, "a torch.nn.Module")
-    if twin is not None:
-        check_kind("prove", "twin", twin, torch.nn.Module, "a small model of the same classes")
+    if twin is not None and (
+        not isinstance(twin, torch.nn.Module) or twin not in _transformers.whole_models(twin)
+    ):
+        raise wrong("prove", "twin", twin, "a small model of transformers")
     if find_state(model) is not None:
         raise ValueError(
             "prove: this model is parallelized, so it was let in already; call "

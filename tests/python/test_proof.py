@@ -45,7 +45,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     """All there is to know about a model, to be compared later."""
     state = {f"state {k}": v.clone() for k, v in model.state_dict().items()}
     return state | {
-        f"{name}.{key}": value if callable(value) else copy.copy(value)
+        f"{name}.{key}": copy.copy(value) if isinstance(value, (dict, list, set)) else value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in ("_parameters", "_buffers", "_modules")
@@ -57,8 +57,10 @@ def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     for key, value in before.items():
         if isinstance(value, torch.Tensor):
             assert value.equal(after[key]), key
+        elif isinstance(value, (dict, list, set, int, float, str)):
+            assert value == after[key], key
         else:
-            assert value is after[key] or value == after[key], key
+            assert value is after[key], key
 
 
 # ---- What it says.
@@ -100,6 +102,8 @@ def test_a_wish_that_is_none() -> None:
     for wish in (True, "yes", None, 3, nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=r'`proof` is .*; expected "auto", False or a small'):
             longspan.parallelize(decoder("llama"), proof=wish)
+    with pytest.raises(TypeError, match=r"prove: `twin` is .*; expected a small model of trans"):
+        prove(decoder("llama"), twin=nn.Linear(2, 2))
 
 
 # ---- What it leaves alone.
@@ -163,7 +167,7 @@ def test_a_refused_model_is_as_it_was(why: str, monkeypatch: pytest.MonkeyPatch)
     model.model.layers[0].eval()
     before = everything(model)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        longspan.parallelize(model)
+        longspan.parallelize(model, proof=False if why == "set up" else "auto")
     check_same(before, everything(model))
 
 
