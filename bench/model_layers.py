@@ -57,8 +57,43 @@ def glm() -> Any:
     return transformers.GlmMoeDsaModel(transformers.GlmMoeDsaConfig(**GLM))
 
 
-MODELS: dict[str, Callable[[], Any]] = {"glm": glm}
-NAMES = {"glm": "GLM-5.2 layer (H 8, 512+64, 32x128 indexer, k 512)"}
+#: One row of 512 channels; a window of 128; pools of 4, of which 512 are chosen, or of 128.
+V4 = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "head_dim": 512,
+    "q_lora_rank": 512,
+    "o_groups": 2,
+    "o_lora_rank": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "mlp_layer_types": ["moe"],
+    "pad_token_id": 0,
+    "max_position_embeddings": 1 << 17,
+}
+
+
+def v4(kind: str) -> Any:
+    return transformers.DeepseekV4Model(transformers.DeepseekV4Config(**V4, layer_types=[kind]))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "glm": glm,
+    "v4_4": lambda: v4("compressed_sparse_attention"),
+    "v4_128": lambda: v4("heavily_compressed_attention"),
+}
+NAMES = {
+    "glm": "GLM-5.2 layer (H 8, 512+64, 32x128 indexer, k 512)",
+    "v4_4": "DeepSeek-V4 layer (H 8, 512, pools of 4, 32x128 indexer, k 512)",
+    "v4_128": "DeepSeek-V4 layer (H 8, 512, pools of 128)",
+}
 
 
 def model_of(family: str) -> Any:
@@ -82,7 +117,7 @@ def step(model: Any, inputs: Any) -> torch.Tensor:
     return out.detach()
 
 
-def speed_rows(family: str, tokens: int, wanted: float, threads: int = 2) -> list[Row]:
+def speed_rows(family: str, tokens: int, wanted: float | None, threads: int = 2) -> list[Row]:
     torch.set_num_threads(threads)
     plain, ours = model_of(family), longspan.parallelize(model_of(family))
     inputs = inputs_of(plain, tokens)
@@ -215,6 +250,11 @@ def parts(_: pathlib.Path) -> list[Part]:
         lambda: speed_rows("glm", 4096, 1.3),
         lambda: memory_rows("glm", 4096, 6, (16384, 2)),
         lambda: rank_rows("glm", 4096, 1.15),
+        lambda: speed_rows("v4_4", 4096, None),
+        lambda: memory_rows("v4_4", 4096, 5, None),
+        lambda: memory_rows("v4_128", 4096, 5, None),
+        lambda: rank_rows("v4_4", 4096, 1.15),
+        lambda: rank_rows("v4_128", 4096, 1.15),
     ]
 
 

@@ -15,6 +15,7 @@ PAGES = [
     ("gradients", 1),
     ("gradients", 2),
     ("groups", 1),
+    ("pools", 1),
     ("selected", 1),
     ("strategies", 1),
 ]
