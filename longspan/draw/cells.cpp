@@ -159,12 +159,11 @@ std::string words_of(const Mask& mask) {
   const Band band = mask.band();
   if (band == Band{}) return "causal";
   if (band == Band{Band::kAll, Band::kAll}) return "full";
-  const std::string words = band.after == 0
-                                ? join("sliding window of ", band.before + 1)
-                                : std::string("banded");
-  const bool within = mask.group_reach() == GroupReach::within_window;
-  return within && !mask.groups().empty() ? words + ", groups within it"
-                                          : words;
+  if (band.after != 0) return "banded";
+  const bool clipped = mask.group_reach() == GroupReach::within_window &&
+                       !mask.groups().empty();
+  return clipped ? join("groups in a window of ", band.before + 1)
+                 : join("sliding window of ", band.before + 1);
 }
 
 void check_drawable(const Packing& packing, int ranks) {
