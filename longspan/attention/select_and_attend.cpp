@@ -189,13 +189,13 @@ void SelectAndAttend::check_all() const {
   const auto& [q, kv, index_q, index_k, weights] = layer;
   check(q.dim() >= 3, kWho, ": `q` is ", describe(q),
         "; expected [Tq, H, D] or [B, Tq, H, D]");
-  // Lists of any keys have this shape; their values come later.
+  // Lists of any keys have this shape; their values come later, and nobody
+  // knows yet that there is room for so many.
   const auto lists = queries_of(q);
   auto sizes = lists.vec();
   sizes.emplace_back(1);
-  check_selected(kWho, q, kv,
-                 at::empty_symint(sizes, q.options().dtype(at::kInt)), sink,
-                 scale, value_dim);
+  const at::Tensor one = at::empty({1}, q.options().dtype(at::kInt));
+  check_selected(kWho, q, kv, one.expand_symint(sizes), sink, scale, value_dim);
   check_keys(kWho, "kv", kv, q, where.layout);
   check(index_q.dim() == q.dim() && queries_of(index_q) == lists, kWho,
         ": `index_q` is ", describe(index_q), " but `q` ", describe(q),

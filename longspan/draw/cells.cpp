@@ -160,8 +160,8 @@ std::string words_of(const Mask& mask) {
   if (band == Band{}) return "causal";
   if (band == Band{Band::kAll, Band::kAll}) return "full";
   if (band.after != 0) return "banded";
-  const bool clipped = mask.group_reach() == GroupReach::within_window &&
-                       !mask.groups().empty();
+  const bool clipped =
+      mask.group_reach() == GroupReach::within_window && !mask.groups().empty();
   return clipped ? join("groups in a window of ", band.before + 1)
                  : join("sliding window of ", band.before + 1);
 }

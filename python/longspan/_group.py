@@ -25,6 +25,8 @@ _names = itertools.count()
 
 #: Ranks of one process; each is a thread with sockets to all others.
 _MOST_THREADS = 1024
+#: Seconds that anybody waits: thirty years.
+_LONGEST = 1e9
 
 
 class Group(_C.Group):
@@ -153,6 +155,10 @@ def run_ranks(
     check_callable("run_ranks", "body", body)
     if not isinstance(timeout, timedelta):
         check_finite("run_ranks", "timeout", timeout)
+        if not 0 <= timeout <= _LONGEST:
+            raise ValueError(
+                f"run_ranks: `timeout` is {timeout:g} s; expected 0 to {_LONGEST:g}, or a timedelta"
+            )
     if ranks == 1:
         return [body(Group())]
     run = _Run(ranks, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longspan import _C
-from longspan._arguments import check_whole, wrong
+from longspan._arguments import as_text, check_whole, wrong
 
 
 class Strategy(_C.Strategy):
@@ -60,7 +60,7 @@ class Strategy(_C.Strategy):
 def operator_arguments(strategy: str | _C.Strategy) -> tuple[str, int]:
     """What operators take for it: the name, and 0 where the group decides on teams."""
     if isinstance(strategy, str):
-        return strategy, 0
+        return strategy if strategy.isascii() else as_text(strategy), 0
     if not isinstance(strategy, _C.Strategy):
         raise _no_strategy(strategy)
     return strategy.name, strategy.head_ranks or 0

@@ -160,6 +160,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "run_ranks: `ranks` is 2147483647; expected 1 to 1024": lambda: longspan.run_ranks(
         2**31 - 1, print
     ),
+    "run_ranks: `timeout` is -9.22337e+18 s; expected 0 to 1e+09, or a timedelta": lambda: (
+        longspan.run_ranks(2, print, timeout=-(2**63))
+    ),
 }  # fmt: skip
 
 
@@ -170,10 +173,19 @@ def test_a_refusal_says_which_argument(message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_half_characters_are_no_strategy() -> None:
+    with pytest.raises(ValueError, match=r"'\\ud800' is not one of ring, gathered"):
+        longspan.attend(Q, Q, Q, strategy="\ud800")
+
+
 def test_empty_rows_cost_nothing() -> None:
     q = torch.empty(2**40, 2, 0, 4)
     with pytest.raises(ValueError, match=r"^Plan: 1099511627776 rows; plans go up to 16777216"):
         longspan.attend(q, q, q)
+    with pytest.raises(ValueError, match=r"^select_and_attend: `kv` is .* but `q` "):
+        dsa.select_and_attend(
+            q, Q[0, 0], Q[0].transpose(0, 1), Q[0, 0], Q[0, :, :, 0].T, slots=3, scale=1.0
+        )
     few = torch.empty(2**20, 2, 0, 4)
     out = longspan.attend(few, few, few)
     assert isinstance(out, torch.Tensor) and out.shape == few.shape
