@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def held() -> dict[str, int]:
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_info"):
                     tables += value.cache_info().currsize
-                elif hasattr(value, "__len__") and not isinstance(value, (str, bytes, type)):
+                elif isinstance(value, Sized) and not isinstance(value, (str, bytes, type)):
                     tables += len(value)
     return {
         "memory": resident * os.sysconf("SC_PAGE_SIZE") // 1024,
