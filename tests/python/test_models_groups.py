@@ -32,6 +32,8 @@ from oracle.tiny_images import (
 )
 from oracle.whole_models import check, put_together
 
+pytestmark = pytest.mark.slow  # whole models over ranks
+
 RANKS = (1, 2, 3, 4)
 
 

@@ -20,6 +20,8 @@ from oracle.all_double import AllDouble
 from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, gradients_of, packed
 from oracle.whole_models import check, over_ranks
 
+pytestmark = pytest.mark.slow  # whole models over ranks
+
 V4 = "deepseek_v4"
 RANKS = (1, 2, 3, 4)
 #: Longer ones: pools of a document on more than two ranks, and more of them than are chosen.
@@ -43,7 +45,6 @@ def exactly(case: str, ranks: int, **options: Any) -> None:
     check(found, alone(case), tolerance=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", EVERY)
 def test_it_is_each_document_alone(case: str, ranks: int) -> None:
@@ -165,7 +166,6 @@ def test_explain_counts_pairs() -> None:
     assert "window 5, 2 pools of 4 sink" in str(said) and "window 5, pools of 6 sink" in str(said)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 2])
 def test_one_graph_for_changing_lengths(layer: int) -> None:
     """The attention of a layer with pools, whole; experts break the model's graph."""

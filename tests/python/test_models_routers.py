@@ -89,6 +89,7 @@ def over_ranks(family: str, case: str, ranks: int, how: str) -> tuple[Answer, li
     return answer, [r[3] for r in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", ["rows", "left", "slots"])
 @pytest.mark.parametrize("family", FAMILIES)

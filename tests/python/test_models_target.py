@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 from oracle import tiny_images
 from oracle.tiny_decoders import FAMILIES, SELECTING, Case, decoder, packed
 
+pytestmark = pytest.mark.slow  # every family runs
+
 TARGETS = [*FAMILIES, *SELECTING, *(f"{family} with images" for family in tiny_images.FAMILIES)]
 
 

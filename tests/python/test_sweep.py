@@ -10,6 +10,8 @@ pytest.importorskip("transformers")
 from sweep.families import SAMPLE, Family, families
 from sweep.judging import Verdict, count, judge
 
+pytestmark = pytest.mark.slow  # whole families are judged
+
 
 def named(name: str) -> Family:
     return next(family for family in families() if family.name == name)
@@ -44,7 +46,6 @@ def test_right_or_refused_by_name(name: str) -> None:
 BEHIND_THE_PAD = ("roberta", "roberta-prelayernorm", "data2vec-text", "xlm-roberta-xl", "xmod")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BEHIND_THE_PAD)
 def test_positions_that_begin_behind_the_pad(name: str) -> None:
     assert judge(named(name)).word == "right"
