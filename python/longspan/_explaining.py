@@ -136,7 +136,7 @@ def explain(
     if state is None:
         check_layout("explain", layout, ranks_of(group).size())
         ranks = ranks_of(group)
-        layers = _transformers.attention_layers(model, ranks.size())
+        layers = _transformers.attention_layers(model)
         state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
     else:
         check_group("explain", state, group)

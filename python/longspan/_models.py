@@ -381,7 +381,7 @@ def parallelize(
         )
     check_wish(proof)
     with Agreement("parallelize", ranks) as agreement:
-        layers = _transformers.attention_layers(model, ranks.size())
+        layers = _transformers.attention_layers(model)
         state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
         state.proof = admit(model, ranks, proof, agreement)
     state.first_position = _transformers.first_position(model)

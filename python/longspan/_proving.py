@@ -101,7 +101,7 @@ def check_model_itself(model: Any) -> list[str]:
     """*Isolation* and *order* on a user's own model, with its weights; leaves it as it
     was."""
     state = Parallelized(
-        Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model, 1)
+        Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model)
     )
     modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())

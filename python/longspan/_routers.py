@@ -69,10 +69,10 @@ def expert_counts(outputs: Any, local: LocalBatch) -> Tensor:
             f"parallelized model with output_router_logits=True and give its answer"
         )
     group = local.group if local.group is not None else Group.solo()
+    real = real_tokens(local.cut).reshape(-1)
     counts = []
     for experts, indices in chosen:
-        kept = real_tokens(local.cut).reshape(-1).to(indices.device)
-        mine = indices.reshape(kept.numel(), -1)[kept].reshape(-1)
+        mine = indices.reshape(real.numel(), -1)[real.to(indices.device)].reshape(-1)
         counts.append(torch.bincount(mine, minlength=experts))
     return _over_ranks(torch.stack(counts), group)
 
@@ -188,12 +188,11 @@ def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) 
     """What a batch asks of routers, and what cannot be answered."""
     asked = batch.get(_ASKED)
     for part in parts:
-        routers = _routers(part)
-        if model.training and routers:
+        if model.training:
             check_jitter("shard", part)
         wanted = getattr(part.config, _ASKED, False) if asked is None else asked
         if wanted and _makes_loss(part):
-            if not routers:
+            if not _routers(part):
                 raise ValueError(
                     f"shard: {_ASKED} is set, but {type(part).__name__} has no experts; leave it "
                     f"out"
@@ -209,7 +208,8 @@ def check_model(part: PreTrainedModel) -> None:
 
 def check_jitter(who: str, part: PreTrainedModel) -> None:
     for name, value in vars(part.config).items():
-        if "jitter" in name and isinstance(value, (int, float)) and value > 0:
+        noisy = "jitter" in name and isinstance(value, (int, float)) and value > 0
+        if noisy and _routers(part):
             raise NotImplementedError(
                 f"{who}: {type(part).__name__} multiplies what its routers see by noise in "
                 f"training ({name} is {value:g}), which would depend on the ranks; set it to 0"

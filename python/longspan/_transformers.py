@@ -24,7 +24,7 @@ from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
-from longspan._recipes.recipe import not_sharded
+from longspan._recipes.recipe import check_no_dropout, not_sharded
 from longspan._twins import fingerprint, named_kinds
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def attention(
     if is_causal is False:
         raise NotImplementedError(f"{type(module).__name__}: asked for attention to both sides")
     if indices is not None:
-        _check_no_dropout(module, dropout)
+        check_no_dropout(module, dropout)
         assert scaling is not None
         with in_layer_of(module):
             out = selected_keys.attend(
@@ -98,15 +98,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
-    if dropout != 0.0:
-        raise NotImplementedError(
-            f"{type(module).__name__}: drops {dropout:g} of its attention weights in training, "
-            f"which would depend on the ranks; set attention_dropout to 0"
-        )
-
-
-def attention_layers(model: torch.nn.Module, ranks: int) -> list[AttentionLayer]:
+def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     """The attention layers of a model, or an error that names what cannot be cut."""
     found = list(_pretrained(model))
     if not found:

@@ -45,7 +45,7 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
     seconds = 0.0
     name = type(model).__name__
     try:
-        _transformers.attention_layers(model, 1)
+        _transformers.attention_layers(model)
         check_version()
         parts = _transformers.whole_models(model)
         check_wrappers(model, parts)

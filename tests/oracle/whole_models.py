@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,6 +59,33 @@ def put_together(
         gradients,
         tuple(results[0][2][d.row, d.begin : d.end] for d in documents),
     )
+
+
+def check_as_exact(
+    losses: Sequence[float], gradients: Sequence[dict[str, Tensor]], true: Answer, plain: Answer
+) -> None:
+    """That the ranks' parts sum to what is as far from float64 as one rank of their type."""
+    assert sum(losses) == pytest.approx(true.loss, abs=2 * abs(plain.loss - true.loss) + 0.02)
+
+    def error(of: Mapping[str, Any]) -> Tensor:
+        parts = [
+            (of[name].double() - gradient).norm() / gradient.norm()
+            for name, gradient in true.gradients.items()
+        ]
+        return torch.stack(parts).mean()
+
+    summed = {name: sum(g[name] for g in gradients) for name in true.gradients}
+    assert error(summed) <= 2 * error(plain.gradients)
+
+
+def check_restored(model: Any, batch: Mapping[str, Tensor]) -> None:
+    """That `restore` leaves every module and the answer as they were."""
+    plain = model(input_ids=batch["input_ids"]).logits
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    longspan.parallelize(model)
+    longspan.restore(model)
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert model(input_ids=batch["input_ids"]).logits.equal(plain)
 
 
 def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import Case, gradients_of, packed
 from oracle.tiny_images import CASES, FAMILIES, answer_of, embedded, text_of, whole, with_images
+from oracle.whole_models import check_as_exact
 from processes import outputs_of, start_ranks
 from test_models_torch import Graphs, _fresh_compiler, check_same, step  # noqa: F401 - a fixture
 
@@ -77,17 +78,7 @@ def test_autocast(family: str) -> None:
         return loss.item(), gradients_of(mine)
 
     losses, gradients = zip(*run_ranks(2, body), strict=True)
-    assert sum(losses) == pytest.approx(true.loss, abs=2 * abs(plain.loss - true.loss) + 0.02)
-
-    def error(of: dict[str, Tensor]) -> Tensor:
-        parts = [
-            (of[name].double() - gradient).norm() / gradient.norm()
-            for name, gradient in true.gradients.items()
-        ]
-        return torch.stack(parts).mean()
-
-    summed = {name: sum(g[name] for g in gradients) for name in true.gradients}
-    assert error(summed) <= 2 * error(plain.gradients)
+    check_as_exact(losses, gradients, true, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

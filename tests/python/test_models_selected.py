@@ -14,7 +14,7 @@ from longspan import Group, Ownership, run_ranks
 pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import CASES, SELECTING, SLOTS, answer, decoder, packed
-from oracle.whole_models import check, over_ranks
+from oracle.whole_models import check, check_restored, over_ranks
 
 RANKS = (1, 2, 3, 4)
 
@@ -99,13 +99,7 @@ def test_explain_counts_the_pairs_of_selected_keys() -> None:
 
 @pytest.mark.parametrize("family", SELECTING)
 def test_restore_undoes_it(family: str) -> None:
-    model, batch = decoder(family), packed([7, 5]).batch
-    plain = model(input_ids=batch["input_ids"]).logits
-    before = {id(m): dict(vars(m)) for m in model.modules()}
-    longspan.parallelize(model)
-    longspan.restore(model)
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
-    assert model(input_ids=batch["input_ids"]).logits.equal(plain)
+    check_restored(decoder(family), packed([7, 5]).batch)
 
 
 def test_a_refused_model_stays_as_it_was() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +19,13 @@ _BY_CLASS = {recipe.attention: recipe for recipe in RECIPES}
 
 def recipe_for(module: torch.nn.Module) -> Recipe | None:
     """The recipe for an attention module, if its family has one."""
-    return next((_BY_CLASS[name] for name in class_names(module) if name in _BY_CLASS), None)
+    kind: Any = type(module)
+    return _recipe_of(kind)
+
+
+@functools.cache  # every module of a model is asked for every batch
+def _recipe_of(kind: Any) -> Recipe | None:
+    return next((_BY_CLASS[name] for name in class_names(kind) if name in _BY_CLASS), None)
 
 
 def recipes_in(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Recipe]]:

@@ -26,7 +26,7 @@ from longspan import comm, dsa
 from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized, Pooling, Selection
-from longspan._recipes.recipe import Recipe, class_names, not_sharded
+from longspan._recipes.recipe import Recipe, check_no_dropout, class_names, not_sharded
 
 _SPARSE = "compressed_sparse_attention"
 _HEAVY = "heavily_compressed_attention"
@@ -157,11 +157,7 @@ def _check_call(module: Any, past_key_values: Any) -> None:
             f"{type(module).__name__}: got a cache, which would hold this rank's tokens alone; "
             f"pass use_cache=False, as shard does"
         )
-    if module.training and module.attention_dropout != 0.0:
-        raise NotImplementedError(
-            f"{type(module).__name__}: drops {module.attention_dropout:g} of its attention weights "
-            f"in training, which would depend on the ranks; set attention_dropout to 0"
-        )
+    check_no_dropout(module, module.attention_dropout if module.training else 0.0)
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:
@@ -208,7 +204,7 @@ def _check_batch(who: str, model: torch.nn.Module, batch: Mapping[str, Any]) -> 
     if batch.get("inputs_embeds") is None:
         return
     for name, module in model.named_modules():
-        if f"{_MODULE}.DeepseekV4HashRouter" in class_names(module):
+        if f"{_MODULE}.DeepseekV4HashRouter" in class_names(type(module)):
             raise ValueError(
                 f"{who}: '{name}' chooses experts by token id, and `inputs_embeds` has no ids; "
                 f"give `input_ids`"

@@ -34,9 +34,18 @@ class Recipe:
     check_batch: Callable[[str, torch.nn.Module, Mapping[str, Any]], None] | None = None
 
 
-def class_names(module: torch.nn.Module) -> list[str]:
-    """Of a module's class and those it was derived from, in full."""
-    return [f"{one.__module__}.{one.__qualname__}" for one in type(module).__mro__]
+def class_names(kind: type) -> list[str]:
+    """Of a class and those it was derived from, in full."""
+    return [f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__]
+
+
+def check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
+    """Of attention weights, for layers whose attention is a list of keys."""
+    if dropout != 0.0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: drops {dropout:g} of its attention weights in training, "
+            f"which would depend on the ranks; set attention_dropout to 0"
+        )
 
 
 class NotSharded(ValueError):

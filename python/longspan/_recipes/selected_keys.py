@@ -36,7 +36,7 @@ class _Indexer:
     rotated_last: bool = False
 
 
-def _rows(module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+def _rows(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of `expand_kv`: [B, 1, L, C] and [B, 1, L, R] as rows [B, 1, L, C + R],
     in which a value is the first C channels of its key."""
     rows = torch.cat((latents, rotated.to(latents.dtype)), dim=-1)
@@ -121,7 +121,7 @@ def _expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if type(linear) is nn.Linear and not linear._forward_hooks:
         whole = linear.weight
     else:
-        check_without_chance(linear)
+        _check_without_chance(linear)
         like = next(linear.parameters())
         units = torch.eye(module.kv_lora_rank, dtype=_computed_in(like), device=like.device)
         whole = linear(units).t()
@@ -135,7 +135,7 @@ def _computed_in(like: torch.Tensor) -> torch.dtype:
     return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
 
-def check_without_chance(linear: Any) -> None:
+def _check_without_chance(linear: Any) -> None:
     """Dropout in front of an adapter acts on tokens, and there are none here."""
     for part in linear.modules():
         if isinstance(part, nn.Dropout) and part.p > 0 and part.training:
@@ -157,7 +157,7 @@ def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> No
             f"parallelize: '{name}.kv_b_proj' has a bias, and rows that attention sees cannot "
             f"carry one; train its adapters without"
         )
-    state.replace(module, "expand_kv", functools.partial(_rows, module))
+    state.replace(module, "expand_kv", _rows)
     if module.indexer is None:
         if module.layer_idx == 0:
             raise ValueError(
