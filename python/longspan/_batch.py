@@ -25,6 +25,7 @@ from longspan._group import Group, hash_value
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
 from longspan._models import Parallelized, state_of
+from longspan._remarks import remark_on_labels
 from longspan.comm import all_gather_tokens
 
 _SENTINEL = -1000
@@ -410,6 +411,7 @@ def share(
         return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})[
             0
         ]
+    remark_on_labels(state, dict(rows.tokens))
     rows, targets = with_targets(rows)
     divisor = batch.get("num_items_in_batch")
     also = {

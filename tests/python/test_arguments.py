@@ -63,6 +63,17 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "tensors that came: `input_id`, `labels`; did you mean `input_ids` by `input_id`?": lambda: (
         longspan.shard({"input_id": IDS["input_ids"], "labels": IDS["input_ids"]})
     ),
+    "parallelize: 'ulysses' is not one of ring, gathered, needed, head_parallel, "
+    "head_parallel_ring; did you mean head_parallel?": lambda: longspan.parallelize(
+        torch.nn.Linear(1, 1), strategy="ulysses"
+    ),
+    "parallelize: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
+    "head-tail-stream, per-document-head-tail; did you mean head-tail?": lambda: (
+        longspan.parallelize(torch.nn.Linear(1, 1), layout="zigzag")
+    ),
+    "parallelize: `check_steps` is an int; expected True or False": lambda: longspan.parallelize(
+        torch.nn.Linear(1, 1), check_steps=1
+    ),
     "shard: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
     "head-tail-stream, per-document-head-tail; did you mean head-tail?": lambda: longspan.shard(
         IDS, layout="zigzag"
