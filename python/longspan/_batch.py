@@ -24,7 +24,7 @@ from longspan._arguments import (
 from longspan._group import Group, hash_value
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
-from longspan._models import Parallelized, state_of
+from longspan._models import AUTO, Parallelized, state_of
 from longspan._remarks import remark_on_labels
 from longspan.comm import all_gather_tokens
 
@@ -123,8 +123,10 @@ def shard(
 
     The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
     else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
-    by default). `layout` is a name of `longspan.values.named_layouts()` ("head-tail" by
-    default: zigzag), whose shares are a multiple of `multiple` tokens; or an `Ownership` of the
+    by default). `layout` is a name of `longspan.values.named_layouts()`, whose shares are a
+    multiple of `multiple` tokens; "auto", which is "per-document-head-tail" where several
+    documents share a row and that pads less than 2 % of the tokens, else "head-tail" (zigzag);
+    by default what the model was told, or "head-tail"; or an `Ownership` of the
     padded tokens (pads go to the end), where `form` says whether "rows" stay rows (as by
     default) or become one "stream". `shift_labels` says that labels are unshifted: each
     token then gets the label of the next one in its row, before the cut. `ahead` adds
@@ -470,6 +472,8 @@ def _cut(
         packed, ownership = _C.lay_out(rows, layout, name)
     else:
         name = _named(who, layout)
+        if name == AUTO:
+            name = _C.fitting_layout(rows, place.ranks, multiple)
         if form is not None:
             raise ValueError(
                 f"{who}: layout '{name}' says what becomes of rows; `form` goes with an Ownership"

@@ -18,6 +18,7 @@ from longspan._kernels import which_kernel
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._model_batch import check_group
 from longspan._models import (
+    AUTO,
     AttentionLayer,
     Groups,
     Parallelized,
@@ -117,7 +118,7 @@ def explain(
     group: Any = None,
     *,
     strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = "head-tail",
+    layout: str | _C.Ownership = AUTO,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for

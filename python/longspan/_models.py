@@ -30,6 +30,9 @@ from longspan._strategy import Strategy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
+#: The layout that each batch's documents ask for.
+AUTO = "auto"
+
 #: What the queries of a layer see: so many keys (None is causal), and how far tokens of
 #: a group see in it (None: no further than any).
 Sight = tuple[int | None, str | None]
@@ -358,7 +361,7 @@ def parallelize(
     group: Any = None,
     *,
     strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = "head-tail",
+    layout: str | _C.Ownership = AUTO,
     proof: str | bool | torch.nn.Module = "auto",
     check_steps: bool = True,
 ) -> Model:
@@ -366,8 +369,9 @@ def parallelize(
     same object. Batches then come from ``shard(batch, group, model=model)``.
 
     `strategy` is a `Strategy` or its name: "ring" (Ring Attention), "head_parallel"
-    (DeepSpeed-Ulysses), ... `layout` says how batches are cut: an `Ownership`, or a name of
-    `longspan.values.named_layouts()` such as "head-tail" (zigzag). `restore` undoes it all.
+    (DeepSpeed-Ulysses), ... `layout` says how batches are cut: an `Ownership`, a name of
+    `longspan.values.named_layouts()` such as "head-tail" (zigzag), or "auto": what evens out the
+    work of each batch, see `shard`. `restore` undoes it all.
 
     Works for decoders of Hugging Face transformers, bare or wrapped (peft, DDP,
     FSDP2, torch.compile), that a `longspan.proof` lets in: shown once for a class and a
@@ -468,7 +472,8 @@ def find_state(model: torch.nn.Module) -> Parallelized | None:
 def check_layout(who: str, layout: Any, ranks: int) -> None:
     """That it is the name of a layout, or an ownership for so many ranks."""
     if not isinstance(layout, _C.Ownership):
-        layout_named(who, layout)
+        if layout != AUTO:
+            layout_named(who, layout)
     elif layout.ranks != ranks:
         raise ValueError(f"{who}: the ownership has {layout.ranks} ranks, the group {ranks}")
 
