@@ -357,9 +357,27 @@ TARGETS: list[Target] = [
     Target("draw", longspan.draw, {"ownership": _owners, "packing": _packings}),
     Target("explain", longspan.explain, {"model": _model, "batch": _batch, "group": _solo}),
     Target(
+        "explain",
+        longspan.explain,
+        {
+            "model": _model,
+            "batch": one_of(lambda: 64, lambda: [40, 24]),
+            "ranks": _whole(1, 4),
+            "rank": _whole(0, 1),
+            "device": one_of(lambda: "h200", lambda: None),
+            "optimizer": one_of(lambda: "adamw", lambda: "sgd"),
+            "shards": _whole(1, 2),
+        },
+    ),
+    Target(
         "parallelize",
         longspan.parallelize,
-        {"model": _model, "group": _solo, "proof": lambda rng: rng.choice(["auto", False])},
+        {
+            "model": _model,
+            "group": _solo,
+            "proof": lambda rng: rng.choice(["auto", False]),
+            "check_steps": _flag,
+        },
     ),
     Target("prove", longspan.proof.prove, {"model": _model, "twin": lambda _: None}),
     Target("restore", longspan.restore, {"model": _model}),

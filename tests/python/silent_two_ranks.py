@@ -1,5 +1,5 @@
-"""Run by test_steps.py and test_remarks.py as two processes: wrappers and seeds that threads do
-not have of their own. Each finding is a line."""
+"""Run by test_steps.py, test_remarks.py and test_estimates.py as two processes: wrappers, seeds
+and memory that threads do not have of their own. Each finding is a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import longspan
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from oracle.tiny_decoders import decoder, packed
+from allocations import peak_of_step
+from oracle.tiny_decoders import FAMILIES, decoder, packed
 
 group = longspan.Group.from_environment()
 mesh = init_device_mesh("cpu", (2,))
@@ -71,5 +72,23 @@ def seeds() -> None:
         print(f"seed: {seed}", *said)
 
 
-for part in (wrappers, seeds):
+def memory() -> None:
+    """Attention over ranks has blocks of keys and sums beside what operators show."""
+    lengths = [1500, 300, 248]
+    ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
+    whole = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([lengths])}
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    for dtype in (torch.float32, torch.bfloat16):
+        for strategy in ("ring", "gathered", "head_parallel"):
+            model = FAMILIES["llama"](**sizes).to(dtype).train()
+            longspan.parallelize(model, group, strategy=strategy, proof=False)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            said = longspan.explain(model, lengths, ranks=2, rank=group.rank(), device="cpu")
+            assert said.memory is not None, said.no_memory
+            told = said.memory.peak - said.memory.weights - said.memory.optimizer
+            real = peak_of_step(model, longspan.shard(whole, group, model=model))
+            print(f"memory: {strategy} {dtype} {told / real:.3f}")
+
+
+for part in (wrappers, seeds, memory):
     part()

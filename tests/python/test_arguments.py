@@ -92,6 +92,18 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     # Models.
     "explain: `model` is an int; expected a torch.nn.Module": lambda: longspan.explain(3, IDS),
+    "explain: `device` is 'h300'; expected one of a100, h100, h200, b200, cpu": lambda: (
+        longspan.explain(torch.nn.Linear(1, 1), IDS, device="h300")
+    ),
+    "explain: `rank` goes with `ranks`; give both": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, rank=1
+    ),
+    "explain: `rank` is 2; expected 0 to 1": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, rank=2, ranks=2
+    ),
+    "explain: give a group, or rank and ranks, not both": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, Group(), ranks=2
+    ),
     "restore: `model` is an int; expected a torch.nn.Module": lambda: longspan.restore(3),
     "clip_grad_norm: `max_norm` is a str; expected a number": lambda: longspan.clip_grad_norm(
         torch.nn.Linear(1, 1), "x"

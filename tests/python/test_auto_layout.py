@@ -57,3 +57,14 @@ def test_a_layout_that_is_none_is_still_refused() -> None:
         longspan.parallelize(decoder("llama"), layout=Ownership.contiguous(8, 2))
     with pytest.raises(ValueError, match="`form` goes with an Ownership"):
         longspan.shard(EVEN.batch, layout="auto", form="rows")
+
+
+def test_it_evens_out_what_head_tail_does_not() -> None:
+    model = decoder("llama", torch.float32)
+    said = longspan.explain(model, [512, 256, 128, 128], ranks=8)
+    assert said.balance is not None and said.balance.layout == "per-document-head-tail"
+    assert said.balance.heaviest == pytest.approx(1.0)
+    whole = longspan.explain(model, [512, 256, 128, 128], ranks=8, layout="head-tail")
+    assert whole.balance is not None and whole.balance.heaviest > 1.2
+    assert whole.balance.others["per-document-head-tail"] == (said.balance.heaviest, 0.0)
+    assert "per-document-head-tail would give 1.00 x, 0.0 % pads" in str(whole)
