@@ -26,6 +26,7 @@ from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
 from longspan._models import AUTO, Parallelized, state_of
 from longspan._remarks import remark_on_labels
+from longspan._reporting import note_tokens
 from longspan.comm import all_gather_tokens
 
 _SENTINEL = -1000
@@ -156,7 +157,10 @@ def shard(
             _transformers.check_unchanged(state)
             _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
-        return share(batch, place, agreement, state, reading, layout, form, multiple)
+        local = share(batch, place, agreement, state, reading, layout, form, multiple)
+    if place.group is not None:
+        note_tokens(place.group, local.cut)
+    return local
 
 
 def shard_chunks(

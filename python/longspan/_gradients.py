@@ -19,6 +19,7 @@ from longspan import _C, _remarks
 from longspan._agreement import tells_ranks
 from longspan._arguments import check_whole
 from longspan._group import Group, ranks_of
+from longspan._reporting import note_step
 from longspan._wrappings import (
     Trained,
     is_sharded,
@@ -81,6 +82,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     for done in grads.values():
         mark(done)
     _watch(model, trained)
+    note_step(ranks)
     if ranks.size() > 1:
         _remarks.watch_scale([one.parameter for one in trained if one.reduction is None])
 

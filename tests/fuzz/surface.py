@@ -379,6 +379,7 @@ TARGETS: list[Target] = [
             "check_steps": _flag,
         },
     ),
+    Target("report", longspan.report, {"group": _solo}),
     Target("prove", longspan.proof.prove, {"model": _model, "twin": lambda _: None}),
     Target("restore", longspan.restore, {"model": _model}),
     Target("paused", lambda model: longspan.paused(model).__enter__(), {"model": _model}),

@@ -31,6 +31,7 @@ TOP = [
     "paused",
     "plan",
     "reduce_loss",
+    "report",
     "restore",
     "run_ranks",
     "seed_ranks",
