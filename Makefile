@@ -80,7 +80,7 @@ mutate: setup
 
 bench: setup
 	@tools/build $(BUILD) $(PYTHON) all
-	@for part in run attention tiles selected models; do \
+	@for part in run attention tiles selected models loss; do \
 	  PYTHONPATH=$(BUILD)/python $(PYTHON) bench/$$part.py $(BUILD) || exit 1; done
 	@PYTHONPATH=$(BUILD)/python:bench $(PYTHON) compat/nemo/bench/drop_in.py $(BUILD)
 
@@ -93,10 +93,13 @@ bench-cuda: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/ring_share.py $(BUILD)
 
 # Selected keys and a packed training step on a GPU, with what they print kept in
-# bench/results.
+# bench/results; the loss, layers of families and a long step, printed.
 bench-gpu: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/selected_gpu.py --save bench/results
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/packed_step.py --save bench/results
+	@for part in loss model_layers_gpu; do \
+	  PYTHONPATH=$(BUILD)/python $(PYTHON) bench/$$part.py $(BUILD) || exit 1; done
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/long_step.py
 
 pictures: build
 	@tools/draw-pictures $(BUILD)/cli/longspan

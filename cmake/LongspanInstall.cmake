@@ -72,6 +72,7 @@ if(TARGET longspan_torch)
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan)
   install(FILES
     ${PROJECT_SOURCE_DIR}/longspan/ops/key_windows.h
+    ${PROJECT_SOURCE_DIR}/longspan/ops/linear_cross_entropy.h
     ${PROJECT_SOURCE_DIR}/longspan/ops/selection.h
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan/ops)
 endif()

@@ -28,4 +28,5 @@
 #include "longspan/comm/tokens_before.h"
 #include "longspan/longspan.h"
 #include "longspan/ops/key_windows.h"
+#include "longspan/ops/linear_cross_entropy.h"
 #include "longspan/ops/selection.h"

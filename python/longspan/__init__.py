@@ -18,6 +18,7 @@ from longspan._attention import AttentionLayout, attend, plan
 from longspan._batch import shard, unshard
 from longspan._C import Mask, Ownership, Packing, Plan, __version__
 from longspan._clipping import clip_grad_norm
+from longspan._cross_entropy import linear_cross_entropy
 from longspan._drawing import draw
 from longspan._explaining import explain
 from longspan._gradients import sum_gradients
@@ -49,6 +50,7 @@ __all__ = [
     "expert_counts",
     "explain",
     "leak_probe",
+    "linear_cross_entropy",
     "parallelize",
     "paused",
     "plan",

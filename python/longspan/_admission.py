@@ -15,6 +15,7 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
     CannotTwin,
     Part,
@@ -59,6 +60,8 @@ class Known:
     #: What models like this have and the twin does not.
     strangers: list[Part]
     proof: Proof | None = None
+    #: What it does to logits, or why nobody can tell.
+    tail: Tail | str | None = None
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
@@ -101,6 +104,42 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     if looked_at:
         said += f"; isolation and order on the model itself, for {looked_at[0]}"
     return said
+
+
+def with_tails(model: torch.nn.Module, wish: Any, tiles: Tiles) -> Tiles:
+    """With what each of the models in it does to its logits, as far as the loss is to be made
+    in tiles. Raises NotImplementedError where it has to be and cannot."""
+    from longspan._transformers import whole_models
+
+    if tiles.loss is None:
+        return tiles
+    tails = [_tail_of(part, wish) for part in whole_models(model)]
+    for why in tails:
+        if isinstance(why, str) and tiles.loss != "auto":
+            raise NotImplementedError(
+                f"parallelize: the loss cannot be made in tiles: {why}; pass loss_tile=None"
+            )
+    return dataclasses.replace(tiles, tails=tuple(tails))
+
+
+def _tail_of(part: Any, wish: Any) -> Tail | str:
+    from longspan import _proving
+
+    if wish is False:
+        return "what the model does to its logits is seen on a twin, and proof=False makes none"
+    try:
+        head_of(part)
+    except CannotTile as error:
+        return str(error)
+    known = known_of(part, wish)
+    with known.lock:
+        if known.tail is None:
+            try:
+                with quiet():
+                    known.tail = _proving.show_tail(known.twin)
+            except CannotTile as error:
+                known.tail = str(error)
+    return known.tail
 
 
 def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:

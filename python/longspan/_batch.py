@@ -214,6 +214,11 @@ def unshard(
     given: all ranks must call, and each gets the whole.
     Otherwise it is the tensors of all ranks in rank order, as a list or as one
     tensor that holds them all."""
+    if tensors is None:
+        raise TypeError(
+            "unshard: got None; a loss in tiles leaves no logits behind: call the model with "
+            "output_logits=True, or parallelize it with loss_tile=None"
+        )
     cut = local.cut if isinstance(local, LocalBatch) else local
     if not isinstance(cut, _C.Cut):
         raise TypeError(

@@ -98,6 +98,9 @@ class Parallelized:
     first_position: int = 0
     #: What let the model in, in words.
     proof: str = ""
+    #: What is done in tiles (`longspan._tiles`), and what is not, in words.
+    tiles: Any = None
+    tiled: list[str] = field(default_factory=list)
     #: The models inside, and what they consisted of when they were let in.
     seen: list[tuple[Any, Any]] = field(default_factory=list)
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
@@ -363,6 +366,9 @@ def parallelize(
     strategy: str | Strategy = "ring",
     layout: str | _C.Ownership = AUTO,
     proof: str | bool | torch.nn.Module = "auto",
+    loss_tile: str | int | None = "auto",
+    mlp_tile: int | None = None,
+    offload: str | None = None,
     check_steps: bool = True,
 ) -> Model:
     """Makes the attention of a model run over the ranks of `group`; returns the
@@ -380,11 +386,18 @@ def parallelize(
     same classes where none can be made. Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
 
+    For long shares (see docs/memory.md): `loss_tile` tokens have logits at a time when
+    labels are given, and `logits` of the answer is None then, unless the call says
+    ``output_logits=True``; "auto" does so where a rank's logits would take more than 256 MiB.
+    `mlp_tile` tokens are in a feed-forward module at a time, and again in backward.
+    `offload` is "hidden" to keep what gradient checkpointing keeps in memory of the host.
+
     Over more than one rank, a step of an optimizer of torch on gradients that
     `sum_gradients` has not seen raises; `check_steps=False` is for those who sum themselves.
     """
     from longspan import _transformers
-    from longspan._admission import admit, check_wish
+    from longspan._admission import admit, check_wish, with_tails
+    from longspan._tiles import Tiles
 
     if not isinstance(model, torch.nn.Module):
         raise wrong("parallelize", "model", model, "a torch.nn.Module")
@@ -398,10 +411,12 @@ def parallelize(
         )
     check_wish(proof)
     check_flags("parallelize", check_steps=check_steps)
+    tiles = Tiles.of(loss_tile, mlp_tile, offload)
     with Agreement("parallelize", ranks) as agreement:
         layers = _transformers.attention_layers(model)
         state = Parallelized(ranks, strategy, layout, layers)
         state.proof = admit(model, ranks, proof, agreement)
+        state.tiles = with_tails(model, proof, tiles)
     state.first_position = _transformers.first_position(model)
     set_up(model, state)
     if check_steps and ranks.size() > 1:

@@ -24,6 +24,7 @@ from longspan._models import LocalAttention, Parallelized, parallelize, set_up, 
 from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
 from longspan._strategy import Strategy
+from longspan._tiles import CannotTile, Tail, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
 from longspan._transformers import attention_layers, check_batch, first_position, has_loss
 
@@ -469,6 +470,41 @@ def _compare(plain: _Answer, ours: _Answer, blame: Callable[[], Blame | None], w
         raise Refused(
             f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
         )
+
+
+# ---- The loss in tiles.
+
+
+def show_tail(twin: Any) -> Tail:
+    """What a twin does to its logits: with it, a loss in tiles has the value and the gradients
+    of the model's own. CannotTile where it has not."""
+    name = type(twin).__name__
+    if not _learns(twin):
+        raise CannotTile(f"{name} gives no mean loss of the next tokens alone")
+    ids = _ids(twin, TOKENS, 8)
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    try:
+        tail = tail_of(twin, ids)
+        own, tiled = (_own_loss(twin, ids, targets, one) for one in (None, tail))
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        said = " ".join(str(error).split())
+        raise CannotTile(f"{name} does not run so: {type(error).__name__}: {said}") from error
+    try:
+        _compare(own, tiled, lambda: None, "with its loss in tiles")
+    except Refused as error:
+        raise CannotTile(str(error)) from error
+    return tail
+
+
+def _own_loss(twin: Any, ids: Tensor, targets: Tensor, tail: Tail | None) -> _Answer:
+    mine = _parallel(twin)
+    if tail is not None:
+        tile_loss(mine, tail, TOKENS // 3, state_of("parallelize", mine))
+    local = _share(mine, {"input_ids": ids, "shift_labels": targets})
+    loss = mine(**local).loss
+    loss.backward()
+    return _Answer(float(loss.detach()), torch.zeros(1), _gradients(mine), float(loss.detach()))
 
 
 def _blame_one_rank(twin: Any) -> Blame | None:

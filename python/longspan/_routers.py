@@ -237,6 +237,11 @@ def _routers(part: PreTrainedModel) -> list[_Router]:
     return found
 
 
+def router_modules(part: PreTrainedModel) -> list[nn.Module]:
+    """Those that choose experts."""
+    return [router.module for router in _routers(part)]
+
+
 def _loss_function(part: PreTrainedModel) -> Callable[..., Any] | None:
     """The family's own, which its forward finds by this name; None: it has no such loss."""
     function = type(part).forward

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan import _routers
+from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._local_batch import KEYWORD
@@ -119,7 +119,7 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             )
     layers = []
     for name, module in model.named_modules():
-        if _is_attention(module):
+        if is_attention(module):
             if not module.is_causal:
                 raise NotImplementedError(
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
@@ -196,6 +196,7 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
+    _tiles.redirect(whole_models(model), state)
     for part in _pretrained(model):
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
         if has_loss(part) and state.group.size() > 1:
@@ -387,7 +388,8 @@ def first_position(model: torch.nn.Module) -> int:
     return 0
 
 
-def _is_attention(module: Any) -> bool:
+def is_attention(module: Any) -> bool:
+    """Whether it is an attention layer of transformers."""
     return hasattr(module, "is_causal") and _is_config(vars(module).get("config"))
 
 

@@ -406,6 +406,23 @@ TARGETS: list[Target] = [
         {"sum": lambda _: torch.tensor(3.0), "count": _whole(3), "group": _solo},
     ),
     Target(
+        "linear_cross_entropy",
+        longspan.linear_cross_entropy,
+        {
+            "hidden": _tensor(8, 4),
+            "weight": _tensor(9, 4),
+            "labels": lambda _: torch.arange(8),
+            "bias": one_of(lambda: None, lambda: torch.randn(9)),
+            "softcap": one_of(lambda: None, lambda: 2.0),
+            "scale": always(0.5),
+            "ignore_index": _whole(-100, 3),
+            "reduction": one_of(lambda: "sum", lambda: "mean", lambda: "none"),
+            "label_smoothing": always(0.1),
+            "z_loss": always(0.1),
+            "tile": one_of(lambda: None, lambda: 3),
+        },
+    ),
+    Target(
         "run_ranks",
         longspan.run_ranks,
         {"ranks": _whole(1), "body": always(repr), "timeout": always(5.0)},

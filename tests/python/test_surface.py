@@ -27,6 +27,7 @@ TOP = [
     "expert_counts",
     "explain",
     "leak_probe",
+    "linear_cross_entropy",
     "parallelize",
     "paused",
     "plan",

@@ -42,6 +42,7 @@ AttentionKernels kernels_named(std::string_view name) {
           },
       .selected = selected_kernels<kAvx512SelectedSteps, &selected>(),
       .selection = selection_kernels<kAvx512Selection, &scores>(),
+      .token_loss = kAvx512TokenLoss,
   };
 }
 

@@ -15,7 +15,7 @@ namespace longspan {
 namespace {
 
 template <const AttentionSteps& steps, const SelectedStepsOfTypes& selected,
-          const KeySelectionSteps& selection>
+          const KeySelectionSteps& selection, const TokenLossSteps& token_loss>
 AttentionKernels kernels_named(std::string_view name) {
   return {
       .name = name,
@@ -31,6 +31,7 @@ AttentionKernels kernels_named(std::string_view name) {
           },
       .selected = selected_kernels<selected>(),
       .selection = selection_kernels<selection>(),
+      .token_loss = token_loss,
   };
 }
 
@@ -78,17 +79,17 @@ struct Level {
 };
 
 std::vector<Level> levels() {
-  std::vector<Level> all{{kernels_named<kPortableSteps, kPortableSelectedSteps,
-                                        kPortableSelection>("portable"),
-                          nothing}};
+  std::vector<Level> all{
+      {kernels_named<kPortableSteps, kPortableSelectedSteps, kPortableSelection,
+                     kPortableTokenLoss>("portable"),
+       nothing}};
 #ifdef LONGSPAN_X86_KERNELS
-  all.push_back(
-      {kernels_named<kAvx2Steps, kAvx2SelectedSteps, kAvx2Selection>("avx2"),
-       why_not_avx2});
-  all.push_back(
-      {kernels_named<kAvx512Steps, kAvx512SelectedSteps, kAvx512Selection>(
-           "avx512"),
-       why_not_avx512});
+  all.push_back({kernels_named<kAvx2Steps, kAvx2SelectedSteps, kAvx2Selection,
+                               kAvx2TokenLoss>("avx2"),
+                 why_not_avx2});
+  all.push_back({kernels_named<kAvx512Steps, kAvx512SelectedSteps,
+                               kAvx512Selection, kAvx512TokenLoss>("avx512"),
+                 why_not_avx512});
   const Level bf16{avx512_bf16_kernels(), why_not_bf16};
   // Intel's CPUs multiply pairs of bfloat16 no faster than two floats, so that
   // converting is better: 94 against 78 GFLOP/s on Sapphire Rapids.

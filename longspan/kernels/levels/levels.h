@@ -8,6 +8,7 @@
 #include "longspan/kernels/attention/attention.h"
 #include "longspan/kernels/common/parallel.h"
 #include "longspan/kernels/select_keys/select_keys.h"
+#include "longspan/kernels/token_loss/token_loss.h"
 
 namespace longspan {
 
@@ -25,6 +26,7 @@ struct AttentionKernels {
                    const ParallelFor& parallel_for);
   SelectedAttentionKernels selected = {};
   KeySelectionKernels selection = {};
+  TokenLossSteps token_loss = {};
 };
 
 /// A level of instructions that this build has kernels for.
