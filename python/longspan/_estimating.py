@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", choices=tuple(_DTYPES), help="default: bfloat16")
     add("--optimizer", default="adamw", choices=tuple(OPTIMIZERS), help="default: adamw")
     add("--shards", type=int, default=1, metavar="N", help="ranks of fully_shard (FSDP2)")
+    add("--mlp-tile", type=int, metavar="N", help="tokens in a feed-forward module at a time")
+    add("--offload", choices=("hidden",), help="layer inputs wait on the host")
+    add("--whole-logits", action="store_true", help="the loss is not made in tiles")
     add("--checkpointing", action="store_true", help="activations are made again in backward")
     add("--json", action="store_true", help="for machines")
     return parser
@@ -96,6 +99,9 @@ def _answer(given: argparse.Namespace) -> str:
         layout=given.layout,
         optimizer=given.optimizer,
         shards=given.shards,
+        loss_tile=None if given.whole_logits else "auto",
+        mlp_tile=given.mlp_tile,
+        offload=given.offload,
     )
     return json.dumps(said.to_json(), indent=1) if given.json else str(said)
 

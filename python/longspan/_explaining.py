@@ -10,8 +10,16 @@ from typing import Any
 import torch
 
 from longspan import _C, _transformers
+from longspan._admission import with_tails
 from longspan._agreement import Agreement
-from longspan._arguments import check_choice, check_kind, check_whole, is_whole, whole_numbers
+from longspan._arguments import (
+    check_choice,
+    check_kind,
+    check_whole,
+    is_whole,
+    speaking_as,
+    whole_numbers,
+)
 from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
@@ -31,6 +39,7 @@ from longspan._models import (
 )
 from longspan._strategy import Strategy
 from longspan._tables import html_table
+from longspan._tiles import Tiles
 
 #: Of lengths in place of a batch; more are a slip in a number.
 _MOST_TOKENS = 1 << 28
@@ -187,6 +196,9 @@ def explain(
     dtype: torch.dtype | None = None,
     optimizer: str = "adamw",
     shards: int = 1,
+    loss_tile: str | int | None = "auto",
+    mlp_tile: int | None = None,
+    offload: str | None = None,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
@@ -202,7 +214,8 @@ def explain(
     `device` ("h200", "h100", "a100", "b200", "cpu") asks for the memory of a training step too,
     by part and at its peak: the model's own code runs on the meta device, with activation
     checkpointing where that is on. `optimizer` ("adamw", "momentum", "sgd") says what is kept
-    for a parameter, and `shards` over how many ranks fully_shard spreads all that.
+    for a parameter, and `shards` over how many ranks fully_shard spreads all that. `loss_tile`,
+    `mlp_tile` and `offload` are those of `parallelize`, for a model that it was not called on.
     """
     check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
     if dtype is not None:
@@ -211,8 +224,11 @@ def explain(
         check_choice("explain", "device", device, (*DEVICES, "cpu"))
     check_choice("explain", "optimizer", optimizer, tuple(OPTIMIZERS))
     check_whole("explain", "shards", shards, 1)
+    with speaking_as("explain", "parallelize"):
+        tiles = Tiles.of(loss_tile, mlp_tile, offload)
     place = _place(group, ranks, rank)
     state = find_state(model)
+    parallelized = state is not None
     if state is None:
         over = ranks_of(group)
         check_layout("explain", layout, over.size() if place is None else place.ranks)
@@ -257,8 +273,9 @@ def explain(
         said = replace(said, balance=_balance(cut, given, state.layers))
     if device is None:
         return said
-    wishes = Wishes(state.strategy, dtype, optimizer, shards)
     try:
+        tiles = state.tiles if parallelized else with_tails(model, "auto", tiles)
+        wishes = Wishes(state.strategy, dtype, optimizer, shards, tiles, device == "cpu")
         memory = estimate(model, local, state.layers, wishes)
     except Exception as error:  # the code of others, without values
         why = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ DEVICES = {"a100": 80, "h100": 80, "h200": 141, "b200": 180}
 OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 #: Of an operator's name and arguments: what it has while it runs, its results included.
-Inside = Callable[[str, Sequence[Any]], int]
+Inside = dict[str, Callable[[Sequence[Any]], int]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.most_inside = 0
-        self._inside = inside
+        self.inside: dict[str, int] = {}  #: the most, by operator
+        self._inside = inside or {}
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self._known = known  # alive as long as we are
 
@@ -83,9 +84,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._meet(leaf.untyped_storage())
-        if self._inside is not None:
-            inside = self._inside(func.name(), args)
-            self.most_inside = max(self.most_inside, inside)
+        name = func.name()
+        if name in self._inside:
+            inside = self._inside[name](args)
+            self.inside[name] = max(self.inside.get(name, 0), inside)
             self.peak = max(self.peak, before + inside)
         self.peak = max(self.peak, self.live)
         return out
@@ -110,6 +112,8 @@ class Wishes:
     dtype: torch.dtype | None = None
     optimizer: str = "adamw"
     shards: int = 1  #: ranks over which fully_shard spreads weights
+    tiles: Any = None  #: what `parallelize` does in tiles
+    on_host: bool = False  #: tiles of the loss are smaller on a CPU
 
 
 def estimate(
@@ -119,6 +123,9 @@ def estimate(
     weights, trained = _weights(model)
     twin = _twin(model, wishes.dtype)
     state = Parallelized(Group.solo(), wishes.strategy, "head-tail", list(layers))
+    offloads = wishes.tiles is not None and wishes.tiles.offload is not None
+    if wishes.tiles is not None:  # what waits on the host is left out below
+        state.tiles = dataclasses.replace(wishes.tiles, offload=None)
     set_up(twin, state)
     twin.train()
     attention = LocalAttention(local.cut, state.group, state.strategy, state.sights)
@@ -133,10 +140,12 @@ def estimate(
         for parameter in learned:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
-    live = LiveBytes(_attention_bytes(attention, layers), known)
+    of_attention, of_loss = _attention_bytes(attention, layers), _loss_bytes(wishes.on_host)
+    live = LiveBytes({**of_attention, **of_loss}, known)
     marks: dict[str, int] = {}
     with _around_head(twin, live, marks), live:
-        out = twin(**inputs)
+        with _on_the_host(twin, inputs) if offloads else contextlib.nullcontext():
+            out = twin(**inputs)
         loss = out.loss if getattr(out, "loss", None) is not None else out.logits.float().sum()
         del out
         marks.setdefault("head", live.live)
@@ -154,7 +163,7 @@ def estimate(
         gradients=trained // wishes.shards,
         optimizer=states // wishes.shards,
         kept=min(marks["head"], ended),
-        attention=live.most_inside,
+        attention=max(live.inside.get(name, 0) for name in of_attention),
         loss=max(0, made - marks["head"]),
         peak=(weights + states) // wishes.shards + marks["peak"] + beside,
     )
@@ -245,10 +254,7 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
     plans = [_plan(one, attention) for one in kinds.values()]
     trades = attention.strategy.name.startswith("head_parallel") and cut.ranks > 1
 
-    def inside(name: str, args: Sequence[Any]) -> int:
-        if name not in ("longspan::attend", "longspan::attend_backward"):
-            return 0
-        forward = name == "longspan::attend"
+    def inside(args: Sequence[Any], forward: bool) -> int:
         q, k, v = _qkv(args[:3] if forward else args[1:4])
         own = q.element_size()
         sums = max(own, 4)
@@ -272,7 +278,10 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
             traded += gradients * own
         return moves + gradients * sums + traded * trades
 
-    return inside
+    return {
+        "longspan::attend": functools.partial(inside, forward=True),
+        "longspan::attend_backward": functools.partial(inside, forward=False),
+    }
 
 
 def _qkv(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,6 +319,49 @@ def _moments(made: _C.Plan) -> Iterator[tuple[int, int]]:
 
 def _tokens(ranges: Sequence[Any]) -> int:
     return sum(one.end - one.begin for one in ranges)
+
+
+# ---- A loss in tiles, as longspan/ops/linear_cross_entropy.cpp makes it.
+
+#: Bytes of the logits of a tile, where nobody says how many tokens it has.
+_HOST_TILE, _DEVICE_TILE = 24 << 20, 2 << 30
+
+
+def _loss_bytes(on_host: bool) -> Inside:
+    def inside(args: Sequence[Any]) -> int:
+        hidden, weight, asked = args[0], args[1], args[9]
+        own = hidden.element_size()
+        sums = max(own, 4)
+        tokens, words = hidden.shape[0], weight.shape[0]
+        most = _HOST_TILE if on_host else _DEVICE_TILE
+        tile = min(tokens, asked or max(1, most // (words * sums)))
+        half = own < sums
+        logits = tile * words * (sums + own * half)
+        # Half types of a CPU have their products beside the sums.
+        spare = (tile * words + weight.numel()) * own * (half and on_host)
+        return int(logits + weight.numel() * (sums + own * half) + hidden.nbytes + spare)
+
+    return {"longspan::linear_cross_entropy": inside}
+
+
+@contextlib.contextmanager
+def _on_the_host(twin: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """What layers take waits for backward elsewhere, as offload="hidden" does it."""
+    rows = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    assert isinstance(rows, Tensor)
+    shape = (*rows.shape[:2], twin.config.get_text_config().hidden_size)
+
+    def away(tensor: Tensor) -> Any:
+        there = tuple(tensor.shape) == shape and tensor.is_floating_point()
+        return tensor.dtype if there else tensor
+
+    def back(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return torch.empty(shape, dtype=kept, device="meta")
+
+    with torch.autograd.graph.saved_tensors_hooks(away, back):
+        yield
 
 
 def fits_in(memory: Memory, device: str) -> str:

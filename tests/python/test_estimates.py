@@ -45,14 +45,23 @@ CASES = {
     "llama, bfloat16": ("llama", torch.bfloat16, False, {}),
     "llama, bfloat16, checkpointing": ("llama", torch.bfloat16, True, {}),
     "gemma3": ("gemma3", torch.float32, False, {"vocab_size": 2000, "num_hidden_layers": 2}),
+    "llama, tiles": ("llama", torch.float32, True, {"vocab_size": 8000}),
+    "llama, bfloat16, tiles": ("llama", torch.bfloat16, True, {"vocab_size": 8000}),
     "llama, deep, checkpointing": ("llama", torch.float32, True, {"num_hidden_layers": 8}),
+}
+
+
+#: What `parallelize` is told, where it is told something.
+TOLD = {
+    "llama, tiles": {"loss_tile": 128, "mlp_tile": 128},
+    "llama, bfloat16, tiles": {"loss_tile": 128, "mlp_tile": 128},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_that_of_the_allocator(case: str) -> None:
     family, dtype, checkpointing, sizes = CASES[case]
-    model = longspan.parallelize(wider(family, dtype, **sizes))
+    model = longspan.parallelize(wider(family, dtype, **sizes), **TOLD.get(case, {}))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     said = longspan.explain(model, LENGTHS, device="cpu", optimizer="sgd")
@@ -74,7 +83,7 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
 
 def test_parts_are_what_they_say() -> None:
     model = wider("llama", torch.float32, vocab_size=5000)
-    said = longspan.explain(model, 1024, ranks=4, device="h200")
+    said = longspan.explain(model, 1024, ranks=4, device="h200", loss_tile=None)
     memory = said.memory
     assert memory is not None, said.no_memory
     weights = sum(p.numel() for p in model.parameters()) * 4
@@ -104,6 +113,23 @@ def test_more_ranks_and_checkpoints_need_less() -> None:
     assert four == pytest.approx(one / 4, rel=0.05)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert kept(4) < four / 3
+
+
+def test_tiles_and_the_host_need_less() -> None:
+    model = wider("llama", torch.bfloat16, vocab_size=8000, num_hidden_layers=8)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def memory(**options: Any) -> Any:
+        said = longspan.explain(model, 20480, ranks=2, device="cpu", **options)
+        assert said.memory is not None, said.no_memory
+        return said.memory
+
+    whole = memory(loss_tile=None)
+    tiled = memory()  # of more than 256 MiB of logits, as parallelize would
+    assert tiled.loss < whole.loss / 4
+    assert memory(mlp_tile=512).peak < tiled.peak < whole.peak
+    away = memory(offload="hidden")
+    assert away.kept < tiled.kept / 3 and away.peak < tiled.peak
 
 
 def test_shards_spread_what_stays() -> None:
