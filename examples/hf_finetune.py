@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=pathlib.Path, default=README)
     parser.add_argument("--cp", type=int, default=1, help="ranks that hold one sequence")
     parser.add_argument("--strategy", default="ring", choices=longspan.Strategy.names())
-    layouts = [layout.name for layout in longspan.values.named_layouts()]
-    parser.add_argument("--layout", default="head-tail", choices=layouts)
+    layouts = ["auto", *(layout.name for layout in longspan.values.named_layouts())]
+    parser.add_argument("--layout", default="auto", choices=layouts)
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step, over all replicas")
     parser.add_argument("--steps", type=int, default=8)

@@ -1,6 +1,7 @@
 #include "longspan/attention/detail/passes.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -74,6 +75,28 @@ bool moves_keys(const Plan& plan) {
   }
   return false;
 }
+
+/// A range in torch's profiler (and NVTX, through it) for one step: "ring 2/8,
+/// keys from 3", the rank that sent them. Costs nothing while none runs.
+class StepRange {
+ public:
+  StepRange(const Plan& plan, std::size_t i, const char* pass)
+      : range_(at::RecordScope::USER_SCOPE) {
+    if (!range_.isActive()) return;
+    std::string from = i == 0 ? ", own keys" : ", keys from ";
+    if (i > 0) {
+      const char* between = "";
+      for (const PlannedParcel& parcel : plan.steps()[i - 1].arrivals) {
+        from += join(std::exchange(between, ", "), parcel.peer);
+      }
+    }
+    range_.before(join(plan.strategy().name(plan.ranks()), " ", i + 1, "/",
+                       plan.steps().size(), from, pass));
+  }
+
+ private:
+  at::RecordFunction range_;
+};
 
 /// The keys of one step after another. start_next() starts what this step
 /// sends and receives; arrive() waits for it and makes it current.
@@ -207,9 +230,10 @@ class Homecoming {
 void run_forward(const Plan& plan, const Group& group,
                  const AttentionInputs& inputs, Accumulator& running) {
   KeyFlow flow(plan, group, inputs, "forward");
-  for (const PlanStep& step : plan.steps()) {
+  for (std::size_t i = 0; i < plan.steps().size(); ++i) {
+    const StepRange range(plan, i, "");
     flow.start_next();
-    attend_tiles(flow.inputs(), step.lines, running);
+    attend_tiles(flow.inputs(), plan.steps()[i].lines, running);
     flow.arrive();
   }
 }
@@ -221,6 +245,7 @@ void run_backward(const Plan& plan, const Group& group,
   Homecoming home(plan, group, inputs, gradients);
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const PlanStep& step = plan.steps()[i];
+    const StepRange range(plan, i, ", backward");
     flow.start_next();
     const AttentionInputs now = flow.inputs();
     if (i == 0) {

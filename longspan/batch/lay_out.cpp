@@ -1,5 +1,6 @@
 #include "longspan/batch/lay_out.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "longspan/core/detail/check.h"
@@ -27,6 +28,21 @@ LaidOut lay_out(RowBatch batch, const NamedLayout& layout, int ranks,
                           ? packed.packings.front()
                           : Packing::single(packed.tokens());
   return {std::move(packed), Ownership::of(layout.kind, cut, ranks)};
+}
+
+const NamedLayout& fitting_layout(const RowBatch& batch, int ranks,
+                                  int64_t share) {
+  const NamedLayout& rows = layout_named("fitting_layout", "head-tail");
+  const NamedLayout& documents =
+      layout_named("fitting_layout", "per-document-head-tail");
+  const bool shared = std::ranges::any_of(
+      pack(batch, Form::rows).packings,
+      [](const Packing& row) { return row.documents() > 1; });
+  if (!shared) return rows;
+  const PackedBatch stream = pack(batch, Form::stream);
+  const int64_t pads =
+      pad(stream, documents, ranks, share).tokens() - stream.tokens();
+  return pads * 50 < stream.tokens() ? documents : rows;
 }
 
 LaidOut lay_out(RowBatch batch, const Ownership& ownership, Form form) {

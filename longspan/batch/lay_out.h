@@ -25,6 +25,12 @@ struct LaidOut {
 LaidOut lay_out(RowBatch batch, const NamedLayout& layout, int ranks,
                 int64_t share = 1);
 
+/// The layout that evens out the work of causal attention: per document where
+/// several share a row and pads for that are less than 2 % of the tokens, else
+/// head-tail.
+const NamedLayout& fitting_layout(const RowBatch& batch, int ranks,
+                                  int64_t share = 1);
+
 /// For an ownership; pads go to the end.
 LaidOut lay_out(RowBatch batch, const Ownership& ownership, Form form);
 

@@ -1,8 +1,10 @@
 #include "longspan/comm/detail/backends.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <utility>
@@ -150,6 +152,27 @@ struct Post::State {
   }
 };
 
+namespace {
+
+/// Adds the nanoseconds of a block to a sum.
+class WaitClock {
+ public:
+  explicit WaitClock(std::atomic<int64_t>& sum) : sum_(sum) {}
+  WaitClock(const WaitClock&) = delete;
+  WaitClock& operator=(const WaitClock&) = delete;
+  ~WaitClock() {
+    const auto passed = std::chrono::steady_clock::now() - begin_;
+    sum_ += std::chrono::nanoseconds(passed).count();
+  }
+
+ private:
+  std::atomic<int64_t>& sum_;
+  std::chrono::steady_clock::time_point begin_ =
+      std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
 Post::Post(const Group& group, at::Device device, std::string purpose) {
   auto process_group = group.process_group();
   Route route = route_for(*process_group, device, purpose);
@@ -212,6 +235,9 @@ void Post::start(const std::vector<Message>& sends,
 
 void Post::finish() {
   State& state = *state_;
+  at::RecordFunction range(at::RecordScope::USER_SCOPE);
+  if (range.isActive()) range.before(join("wait, ", state.purpose));
+  const WaitClock clock(state.group.record()->waited);
   const Deadline deadline(state.group.timeout());
   while (!state.posted.empty()) {
     // Taken out only once done, so that abandon() keeps it on an error.

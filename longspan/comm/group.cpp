@@ -192,6 +192,10 @@ int64_t Group::sent_bytes() const {
   return record_ ? record_->sent_bytes.load() : 0;
 }
 
+std::chrono::nanoseconds Group::waited() const {
+  return std::chrono::nanoseconds(record_ ? record_->waited.load() : 0);
+}
+
 std::string Group::to_string() const {
   if (!record_) return "rank 0 of 1 (solo)";
   const ProcessGroup process_group = alive(record_);

@@ -75,6 +75,10 @@ class Group {
   /// since it was made, counted where tensors are handed to c10d.
   int64_t sent_bytes() const;
 
+  /// How long this process waited for parcels of other ranks since the group
+  /// was made: time of the host, which backends with streams do not block.
+  std::chrono::nanoseconds waited() const;
+
   /// "rank 1 of 4 (gloo)", or "(destroyed)".
   std::string to_string() const;
 

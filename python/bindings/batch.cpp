@@ -222,6 +222,12 @@ void bind_batches(py::module_& m) {
         return pair_of(lay_out(batch, ownership, form_named("shard", form)));
       },
       py::arg("batch"), py::arg("ownership"), py::arg("form"));
+  m.def(
+      "fitting_layout",
+      [](const RowBatch& batch, int ranks, int64_t share) {
+        return fitting_layout(batch, ranks, share).name;
+      },
+      py::arg("batch"), py::arg("ranks"), py::arg("share") = 1);
   m.def("groups_of", &groups_of, py::arg("batch"), py::arg("key"),
         py::arg("kinds"));
   m.def("shard", &shard, py::arg("batch"), py::arg("ownership"),

@@ -78,6 +78,12 @@ void bind_comm(py::module_& m) {
       .def_property_readonly(
           "sent_bytes", &Group::sent_bytes,
           "Bytes that this process sent to other ranks through this group.")
+      .def_property_readonly(
+          "waited",
+          [](const Group& group) {
+            return std::chrono::duration<double>(group.waited()).count();
+          },
+          "Seconds that this process waited for other ranks of this group.")
       .def("__repr__", [](const Group& group) {
         return join("Group(", group.to_string(), ")");
       });

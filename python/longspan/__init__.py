@@ -28,6 +28,7 @@ from longspan._losses import reduce_loss
 from longspan._models import parallelize, paused, restore
 from longspan._parity import check_parity, leak_probe
 from longspan._randomness import seed_ranks
+from longspan._reporting import report
 from longspan._routers import expert_counts
 from longspan._strategy import Strategy
 
@@ -55,6 +56,7 @@ __all__ = [
     "plan",
     "proof",
     "reduce_loss",
+    "report",
     "restore",
     "run_ranks",
     "seed_ranks",

@@ -1,5 +1,5 @@
 """`python -m longspan`: the command line, which is a C++ program. To its facts
-about itself, `info` adds those about torch."""
+about itself, `info` adds those about torch; `estimate` asks models, which live in Python."""
 
 import os
 import sys
@@ -15,6 +15,10 @@ def main() -> int:
         from longspan import _info
 
         return _info.main(program, arguments[1:])
+    if arguments[:1] == ["estimate"]:
+        from longspan import _estimating
+
+        return _estimating.main(arguments[1:])
     if program is not None:
         os.execv(program, [str(program), *arguments])
     print(

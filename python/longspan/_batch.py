@@ -24,7 +24,9 @@ from longspan._arguments import (
 from longspan._group import Group, hash_value
 from longspan._local_batch import LocalBatch
 from longspan._model_batch import add_attention, check_group, with_targets
-from longspan._models import Parallelized, state_of
+from longspan._models import AUTO, Parallelized, state_of
+from longspan._remarks import remark_on_labels
+from longspan._reporting import note_tokens
 from longspan.comm import all_gather_tokens
 
 _SENTINEL = -1000
@@ -122,8 +124,10 @@ def shard(
 
     The rank comes from `group` (a `longspan.Group` or what `Group.of` takes; anything
     else that answers rank() and size() too), or from `rank` and `ranks` (one rank of one
-    by default). `layout` is a name of `longspan.values.named_layouts()` ("head-tail" by
-    default: zigzag), whose shares are a multiple of `multiple` tokens; or an `Ownership` of the
+    by default). `layout` is a name of `longspan.values.named_layouts()`, whose shares are a
+    multiple of `multiple` tokens; "auto", which is "per-document-head-tail" where several
+    documents share a row and that pads less than 2 % of the tokens, else "head-tail" (zigzag);
+    by default what the model was told, or "head-tail"; or an `Ownership` of the
     padded tokens (pads go to the end), where `form` says whether "rows" stay rows (as by
     default) or become one "stream". `shift_labels` says that labels are unshifted: each
     token then gets the label of the next one in its row, before the cut. `ahead` adds
@@ -153,7 +157,10 @@ def shard(
             _transformers.check_unchanged(state)
             _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
-        return share(batch, place, agreement, state, reading, layout, form, multiple)
+        local = share(batch, place, agreement, state, reading, layout, form, multiple)
+    if place.group is not None:
+        note_tokens(place.group, local.cut)
+    return local
 
 
 def shard_chunks(
@@ -415,6 +422,7 @@ def share(
         return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})[
             0
         ]
+    remark_on_labels(state, dict(rows.tokens))
     rows, targets = with_targets(rows)
     divisor = batch.get("num_items_in_batch")
     also = {
@@ -473,6 +481,8 @@ def _cut(
         packed, ownership = _C.lay_out(rows, layout, name)
     else:
         name = _named(who, layout)
+        if name == AUTO:
+            name = _C.fitting_layout(rows, place.ranks, multiple)
         if form is not None:
             raise ValueError(
                 f"{who}: layout '{name}' says what becomes of rows; `form` goes with an Ownership"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from longspan import _C, _transformers
+from longspan._admission import with_tails
 from longspan._agreement import Agreement
-from longspan._arguments import check_kind
+from longspan._arguments import (
+    check_choice,
+    check_kind,
+    check_whole,
+    is_whole,
+    speaking_as,
+    whole_numbers,
+)
 from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
+from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in
 from longspan._model_batch import check_group
 from longspan._models import (
+    AUTO,
     AttentionLayer,
     Groups,
     Parallelized,
@@ -28,7 +39,10 @@ from longspan._models import (
 )
 from longspan._strategy import Strategy
 from longspan._tables import html_table
+from longspan._tiles import Tiles
 
+#: Of lengths in place of a batch; more are a slip in a number.
+_MOST_TOKENS = 1 << 28
 _TITLES: tuple[str, ...] = (
     "layer",
     "heads",
@@ -62,6 +76,36 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """How the work of attention lies on all ranks, and what other layouts would give."""
+
+    layout: str
+    work: tuple[int, ...]  #: of each rank: pairs of a query and a key, of all heads and layers
+    pads: float  #: for one real token
+    others: dict[str, tuple[float, float]]  #: heaviest rank and pads of other layouts
+
+    @property
+    def heaviest(self) -> float:
+        """What the busiest rank has to do, for one of the mean."""
+        return _heaviest(self.work)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"heaviest": self.heaviest}
+
+    def __str__(self) -> str:
+        most = self.work.index(max(self.work))
+        text = (
+            f"balance of {self.layout}: the heaviest rank ({most}) has {self.heaviest:.2f} x the "
+            f"mean, {100 * self.pads:.1f} % pads"
+        )
+        if self.others:
+            best = min(self.others, key=lambda name: self.others[name])
+            heaviest, pads = self.others[best]
+            text += f"; {best} would give {heaviest:.2f} x, {100 * pads:.1f} % pads"
+        return text
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What each attention layer costs on one rank; print it for a table, which it is in a
     notebook."""
@@ -71,6 +115,11 @@ class Explanation:
     tokens: int  #: local ones
     layers: tuple[LayerCost, ...]
     proof: str = ""  #: what let the model in; "" where it is not parallelized yet
+    #: Over all ranks; None for one, and where work goes by heads.
+    balance: Balance | None = None
+    device: str = ""  #: whose memory was asked for
+    memory: Memory | None = None
+    no_memory: str = ""  #: why it is not known
 
     def to_json(self) -> dict[str, Any]:
         """For machines: plain dictionaries, lists and numbers."""
@@ -80,7 +129,18 @@ class Explanation:
             "tokens": self.tokens,
             "layers": [cost.to_json() for cost in self.layers],
             "proof": self.proof,
+            "balance": None if self.balance is None else self.balance.to_json(),
+            "device": self.device,
+            "memory": None if self.memory is None else asdict(self.memory),
+            "no_memory": self.no_memory,
+            "fits": self.fits,
         }
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; None where either is not known."""
+        total = DEVICES.get(self.device)
+        return None if self.memory is None or total is None else self.memory.peak <= total * 10**9
 
     @property
     def _head(self) -> str:
@@ -107,59 +167,208 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in table
         ]
+        return "\n".join([self._head, *lines, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
         last = [f"let in: {self.proof}"] if self.proof else []
-        return "\n".join([self._head, *lines, *last])
+        if self.balance is not None:
+            last.append(str(self.balance))
+        if self.no_memory:
+            last.append(f"memory: not known, since {self.no_memory}")
+        if self.memory is not None:
+            parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory.rows())
+            last.append(f"memory: {parts}")
+            told = fits_in(self.memory, self.device)
+            last += [told] if told else []
+        return last
 
 
 def explain(
     model: torch.nn.Module,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | Sequence[int] | int,
     group: Any = None,
     *,
+    ranks: int | None = None,
+    rank: int | None = None,
+    device: str | None = None,
     strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = "head-tail",
+    layout: str | _C.Ownership = AUTO,
     dtype: torch.dtype | None = None,
+    optimizer: str = "adamw",
+    shards: int = 1,
+    loss_tile: str | int | None = "auto",
+    mlp_tile: int | None = None,
+    offload: str | None = None,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
 
-    `batch` is what a collator gives, or what `shard` made of it. A model that is not
-    parallelized yet is explained as `parallelize` would set it up with `group`,
-    `strategy` and `layout`. `dtype` is what attention will compute in where a
-    wrapper casts (FSDP2's policy); by default autocast's, or the parameters'. Of a model
-    on the meta device the kernel is the one that this CPU would run.
+    `batch` is what a collator gives, what `shard` made of it, or the lengths of the documents
+    of one row: [4096, 512, 512], or 1_000_000. A model that is not parallelized yet is explained
+    as `parallelize` would set it up with `group`, `strategy` and `layout`. With `ranks`, of
+    which `rank` is asked for (0), no group is needed, and the model may be on the meta device.
+    `dtype` is what layers will compute in where a wrapper casts (FSDP2's policy); by default
+    autocast's, or the parameters'. Of a model on the meta device the kernel is the one that
+    this CPU would run.
+
+    `device` ("h200", "h100", "a100", "b200", "cpu") asks for the memory of a training step too,
+    by part and at its peak: the model's own code runs on the meta device, with activation
+    checkpointing where that is on. `optimizer` ("adamw", "momentum", "sgd") says what is kept
+    for a parameter, and `shards` over how many ranks fully_shard spreads all that. `loss_tile`,
+    `mlp_tile` and `offload` are those of `parallelize`, for a model that it was not called on.
     """
     check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
     if dtype is not None:
         check_kind("explain", "dtype", dtype, torch.dtype, "a dtype of torch")
+    if device is not None:
+        check_choice("explain", "device", device, (*DEVICES, "cpu"))
+    check_choice("explain", "optimizer", optimizer, tuple(OPTIMIZERS))
+    check_whole("explain", "shards", shards, 1)
+    with speaking_as("explain", "parallelize"):
+        tiles = Tiles.of(loss_tile, mlp_tile, offload)
+    place = _place(group, ranks, rank)
     state = find_state(model)
+    parallelized = state is not None
     if state is None:
-        check_layout("explain", layout, ranks_of(group).size())
-        ranks = ranks_of(group)
+        over = ranks_of(group)
+        check_layout("explain", layout, over.size() if place is None else place.ranks)
         layers = _transformers.attention_layers(model)
-        state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
+        state = Parallelized(over, Strategy.of(strategy), layout, layers)
     else:
         check_group("explain", state, group)
-    if isinstance(batch, LocalBatch):
-        local = batch
+    given: Any = _of_lengths(batch)
+    if isinstance(given, LocalBatch):
+        if place is not None:
+            raise ValueError(
+                "explain: the batch was cut by shard for its rank; leave `ranks` and `rank` out, "
+                "or give the batch as it was before"
+            )
+        local = given
     else:
         nobody = Agreement("explain", None)
         reading = Reading(who="explain")
-        local = share(batch, Place.in_group(state.group), nobody, state, reading)
+        # Plans of layers ask a group; what we need of them is made below.
+        cutting = state if place is None else replace(state, layers=[])
+        local = share(given, place or Place.in_group(state.group), nobody, cutting, reading)
     cut = local.cut
     groups = local[KEYWORD].groups if KEYWORD in local else ()
     dtypes = _dtypes(model) if dtype is None else {}
-    device = next(model.parameters()).device
-    nowhere = device.type == "meta"
+    home = next(model.parameters()).device
+    nowhere = home.type == "meta"
     if nowhere:  # kernels are chosen by device, so ask for the one that is here
-        device = torch.device("cpu")
+        home = torch.device("cpu")
+    known: dict[Any, LayerCost] = {}  # layers that differ in their names alone cost the same
+    for layer in state.layers:
+        kind = replace(layer, name=""), dtype or dtypes[layer.name]
+        if kind not in known:
+            known[kind] = _cost(layer, state, cut, groups, kind[1], home)
     costs = tuple(
-        _cost(layer, state, cut, groups, dtype or dtypes[layer.name], device)
+        replace(known[replace(layer, name=""), dtype or dtypes[layer.name]], layer=layer)
         for layer in state.layers
     )
     if nowhere:
         costs = tuple(replace(cost, kernel=f"on this CPU {cost.kernel}") for cost in costs)
-    return Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
+    said = Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
+    if cut.ranks > 1 and not state.strategy.name.startswith("head_parallel"):
+        said = replace(said, balance=_balance(cut, given, state.layers))
+    if device is None:
+        return said
+    try:
+        tiles = state.tiles if parallelized else with_tails(model, "auto", tiles)
+        wishes = Wishes(state.strategy, dtype, optimizer, shards, tiles, device == "cpu")
+        memory = estimate(model, local, state.layers, wishes)
+    except Exception as error:  # the code of others, without values
+        why = (
+            f"{type(model).__name__} does not run without values ({type(error).__name__}: {error})"
+        )
+        return replace(said, device=device, no_memory=why)
+    return replace(said, device=device, memory=memory)
+
+
+def _place(group: Any, ranks: int | None, rank: int | None) -> Place | None:
+    """The rank that was asked for by number."""
+    if ranks is None and rank is None:
+        return None
+    if group is not None:
+        raise ValueError("explain: give a group, or rank and ranks, not both")
+    if ranks is None:
+        raise ValueError("explain: `rank` goes with `ranks`; give both")
+    return Place(0 if rank is None else rank, ranks, None).checked("explain")
+
+
+def _of_lengths(batch: Any) -> Any:
+    """A batch of one row with documents of these lengths, where lengths came."""
+    if is_whole(batch):
+        batch = [batch]
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
+        return batch
+    lengths = whole_numbers("explain", "batch", batch)
+    for length in lengths:
+        check_whole("explain", "batch", length, 1, _MOST_TOKENS)
+    if not lengths or sum(lengths) > _MOST_TOKENS:
+        raise ValueError(
+            f"explain: `batch` has {sum(lengths)} tokens; expected documents of 1 to "
+            f"{_MOST_TOKENS} together"
+        )
+    ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([lengths])}
+
+
+def _balance(cut: _C.Cut, batch: Any, layers: Sequence[AttentionLayer]) -> Balance:
+    if isinstance(batch, LocalBatch):
+        rows = _rows_of(cut)
+    else:
+        rows, _ = Reading(who="explain").rows_of(batch)
+    others: dict[str, tuple[float, float]] = {}
+    mine = "an Ownership"
+    for named in _C.named_layouts():
+        packed, owners = _C.lay_out(rows, named.name, cut.ranks)
+        if owners == cut.ownership and packed.form == cut.form:
+            mine = named.name
+            continue
+        work = _work(packed.packings, owners, layers)
+        others[named.name] = _heaviest(work), _pads(packed.packings)
+    return Balance(mine, _work(cut.packings, cut.ownership, layers), _pads(cut.packings), others)
+
+
+def _rows_of(cut: _C.Cut) -> _C.RowBatch:
+    """Rows with the documents of a cut, of tokens that say nothing."""
+    rows = [list(packing.lengths) for packing in cut.packings]
+    most = max(len(row) for row in rows)
+    lengths = torch.tensor([row + [-1000] * (most - len(row)) for row in rows])
+    ids = torch.zeros(len(rows), max(sum(row) for row in rows), dtype=torch.int64)
+    return Reading(who="explain").rows_of({"input_ids": ids, "seq_lens": lengths})[0]
+
+
+def _pads(packings: Sequence[_C.Packing]) -> float:
+    real = sum(packing.real_tokens for packing in packings)
+    return sum(packing.tokens for packing in packings) / max(real, 1) - 1.0
+
+
+def _work(
+    packings: Sequence[_C.Packing], owners: _C.Ownership, layers: Sequence[AttentionLayer]
+) -> tuple[int, ...]:
+    """Pairs of every rank, of all heads and layers. Selected keys are as many as slots, and
+    pools as many as tokens before have made."""
+    heads: Counter[tuple[int | None, int]] = Counter()
+    for layer in layers:
+        window = layer.window if layer.selects is None else layer.selects.slots
+        heads[window, 1] += layer.heads
+        if layer.pools is not None and layer.pools.ratio is not None:
+            ratio, selects = layer.pools.ratio, layer.pools.selects
+            heads[None if selects is None else selects.slots * ratio, ratio] += layer.heads
+    totals = [0] * owners.ranks
+    for (window, ratio), count in heads.items():
+        for packing in packings:
+            causal = window is None
+            mask = _C.Mask.causal(packing) if causal else _C.Mask.sliding(packing, window or 1)
+            for rank, work in enumerate(_C.work_per_rank(mask, owners)):
+                totals[rank] += count * work.pairs // ratio
+    return tuple(totals)
+
+
+def _heaviest(work: Sequence[int]) -> float:
+    return max(work) * len(work) / max(sum(work), 1)
 
 
 def _cost(
@@ -196,7 +405,7 @@ def _cost(
     rows, tokens = len(cut.packings), cut.ownership.tokens
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
-        one = torch.empty(1, dtype=dtype, device=device)
+        one = torch.empty(dim, dtype=dtype, device=device)  # channels lie together: no copies
         return one.expand(rows, heads, tokens, dim)
 
     kernel = which_kernel(

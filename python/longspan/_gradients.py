@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longspan import _C
+from longspan import _C, _remarks
 from longspan._agreement import tells_ranks
 from longspan._arguments import check_whole
 from longspan._group import Group, ranks_of
+from longspan._reporting import note_step
 from longspan._wrappings import (
     Trained,
     is_sharded,
@@ -65,7 +66,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     except ValueError as error:
         trained, ways = [], []
         refusal = ValueError(f"sum_gradients: {error}")
-    states = _agree_on_states(trained, ways, bucket_bytes, refusal, ranks)
+    states = _agree_on_states(model, trained, ways, bucket_bytes, refusal, ranks)
 
     grads: dict[str, list[Tensor]] = {_ADD: [], _SCALE: [], _LEAVE: []}
     for one, way, state in zip(trained, ways, states, strict=True):
@@ -81,6 +82,9 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     for done in grads.values():
         mark(done)
     _watch(model, trained)
+    note_step(ranks)
+    if ranks.size() > 1:
+        _remarks.watch_scale([one.parameter for one in trained if one.reduction is None])
 
 
 # ---- Who needs what.
@@ -127,6 +131,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def _agree_on_states(
+    model: nn.Module,
     trained: Sequence[Trained],
     ways: Sequence[str],
     bucket_bytes: int,
@@ -143,6 +148,8 @@ def _agree_on_states(
     mine = bytes(_state(one, rescaled) for one in trained)
     hashes = [_C.hash_of(repr((bucket_bytes, table)).encode()), _C.hash_of(mine)]
     words = [0 if refusal is None else 1, *(h & (1 << 63) - 1 for h in hashes)]
+    if group.size() > 1:
+        words += _remarks.facts(model, trained)
     said = stacked(torch.tensor(words), group).tolist()
     if refusal is not None:
         raise refusal
@@ -160,6 +167,8 @@ def _agree_on_states(
     rows = [list(mine)]
     if any(row[2] != said[0][2] for row in said):
         rows = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
+    if group.size() > 1:
+        _remarks.remark_on_facts(model, group.rank(), [row[3:] for row in said])
     states = [max(column) for column in zip(*rows, strict=True)]
     for one, column in zip(trained, zip(*rows, strict=True), strict=True):
         if _SPARSE in column:
@@ -236,6 +245,17 @@ def mark(grads: Iterable[Tensor]) -> None:
     """Marks gradients once all are written: tensors in one buffer share a write count."""
     for grad in grads:
         grad._longspan_summed = version_of(grad)  # type: ignore[attr-defined]
+
+
+def is_summed(parameter: nn.Parameter, trained: Sequence[Trained]) -> bool:
+    """Whether its gradient was summed after the last backward. Those that others wrote to
+    since, as clipping does, still are."""
+    grad = parameter.grad
+    if grad is None or mark_of(grad) is None:
+        return False
+    if mark_of(grad) == version_of(grad):
+        return True
+    return not any(_watched[one.parameter].ran for one in trained if one.parameter in _watched)
 
 
 @dataclasses.dataclass

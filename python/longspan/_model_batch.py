@@ -12,6 +12,7 @@ from longspan._group import Group
 from longspan._groups_of_tokens import groups_in
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import LocalAttention, Parallelized
+from longspan._remarks import targets_of
 
 _IGNORED = -100
 #: For callers of attend; models would not know them.
@@ -43,6 +44,7 @@ def add_attention(
     groups = groups_in(packed)
     attention = LocalAttention(local.cut, state.group, state.strategy, state.sights, groups)
     attention.prepare(state.layers)
+    attention.targets = targets_of(state, local, targets)
     local[KEYWORD] = attention
     if state.masks:
         local["attention_mask"] = dict.fromkeys(state.masks, attention)

@@ -9,6 +9,8 @@ loss = model(**local).loss
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,22 +19,25 @@ import torch
 
 from longspan import _C, dsa
 from longspan._agreement import Agreement
-from longspan._arguments import check_kind, wrong
+from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named
 from longspan._group import Group, ranks_of
 from longspan._pools import HaloPlan, PoolPlan
+from longspan._remarks import Targets
+from longspan._steps import MARK as _MARK
+from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+#: The layout that each batch's documents ask for.
+AUTO = "auto"
 
 #: What the queries of a layer see: so many keys (None is causal), and how far tokens of
 #: a group see in it (None: no further than any).
 Sight = tuple[int | None, str | None]
 #: Tokens that see each other both ways, for each row or the stream; () where there are none.
 Groups = Sequence[Sequence[_C.TokenRange]]
-
-#: Where a parallelized module keeps what was done to it.
-_MARK = "_longspan"
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,10 @@ class Parallelized:
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
     #: Configurations that got a copy: (the user's, ours, ours as it was made).
     configs: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
-    #: Looks at calls before they are made: (module, function, handle).
-    hooks: list[tuple[torch.nn.Module, Callable[..., None], Any]] = field(default_factory=list)
+    #: Looks at calls: (how to begin, handle to end it).
+    hooks: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    #: What was remarked on already, and how often somebody looked.
+    remarks: Counter[str] = field(default_factory=Counter)
 
     @property
     def sights(self) -> list[Sight]:
@@ -119,12 +126,18 @@ class Parallelized:
 
     def look_before(self, module: torch.nn.Module, function: Callable[..., None]) -> None:
         """Calls it with the arguments of every call of one instance."""
-        handle = module.register_forward_pre_hook(function, with_kwargs=True)
-        self.hooks.append((module, function, handle))
+        self._look(functools.partial(module.register_forward_pre_hook, function, with_kwargs=True))
+
+    def look_after(self, module: torch.nn.Module, function: Callable[..., None]) -> None:
+        """Calls it with the arguments and the output of every call of one instance."""
+        self._look(functools.partial(module.register_forward_hook, function, with_kwargs=True))
+
+    def _look(self, begin: Callable[[], Any]) -> None:
+        self.hooks.append((begin, begin()))
 
     def put_back(self) -> None:
         """Undoes it all, the last change first; edits of our configurations are kept."""
-        for _, _, handle in self.hooks:
+        for _, handle in self.hooks:
             handle.remove()
         self.hooks.clear()
         for original, ours, before in self.configs:
@@ -141,7 +154,7 @@ class Parallelized:
         """The plain model inside, then everything as it was: the same objects, so that
         what was compiled stays valid."""
         replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in self.undo]
-        hooks = [(module, function) for module, function, _ in self.hooks]
+        hooks = [begin for begin, _ in self.hooks]
         self.put_back()
         plain = [vars(original).copy() for original, _, _ in self.configs]
         try:
@@ -152,8 +165,8 @@ class Parallelized:
                 before.update(vars(ours))
             for owner, name, value in replaced:
                 self.replace(owner, name, value)
-            for module, function in hooks:
-                self.look_before(module, function)
+            for begin in hooks:
+                self._look(begin)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -216,6 +229,7 @@ class LocalAttention:
         self.group = group
         self.strategy = strategy
         self.groups = groups
+        self.targets: Targets | None = None  #: of the batch; None where nobody asks
         self._layouts: dict[Sight, AttentionLayout] = {}
         for window, reach in ((None, None), *sights):
             self.layout(window, reach)
@@ -350,18 +364,20 @@ def parallelize(
     group: Any = None,
     *,
     strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = "head-tail",
+    layout: str | _C.Ownership = AUTO,
     proof: str | bool | torch.nn.Module = "auto",
     loss_tile: str | int | None = "auto",
     mlp_tile: int | None = None,
     offload: str | None = None,
+    check_steps: bool = True,
 ) -> Model:
     """Makes the attention of a model run over the ranks of `group`; returns the
     same object. Batches then come from ``shard(batch, group, model=model)``.
 
     `strategy` is a `Strategy` or its name: "ring" (Ring Attention), "head_parallel"
-    (DeepSpeed-Ulysses), ... `layout` says how batches are cut: an `Ownership`, or a name of
-    `longspan.values.named_layouts()` such as "head-tail" (zigzag). `restore` undoes it all.
+    (DeepSpeed-Ulysses), ... `layout` says how batches are cut: an `Ownership`, a name of
+    `longspan.values.named_layouts()` such as "head-tail" (zigzag), or "auto": what evens out the
+    work of each batch, see `shard`. `restore` undoes it all.
 
     Works for decoders of Hugging Face transformers, bare or wrapped (peft, DDP,
     FSDP2, torch.compile), that a `longspan.proof` lets in: shown once for a class and a
@@ -375,6 +391,9 @@ def parallelize(
     ``output_logits=True``; "auto" does so where a rank's logits would take more than 256 MiB.
     `mlp_tile` tokens are in a feed-forward module at a time, and again in backward.
     `offload` is "hidden" to keep what gradient checkpointing keeps in memory of the host.
+
+    Over more than one rank, a step of an optimizer of torch on gradients that
+    `sum_gradients` has not seen raises; `check_steps=False` is for those who sum themselves.
     """
     from longspan import _transformers
     from longspan._admission import admit, check_wish, with_tails
@@ -383,24 +402,25 @@ def parallelize(
     if not isinstance(model, torch.nn.Module):
         raise wrong("parallelize", "model", model, "a torch.nn.Module")
     ranks = ranks_of(group)
-    if isinstance(strategy, str) and strategy not in Strategy.names():
-        raise ValueError(
-            f"parallelize: strategy '{strategy}' is not one of {', '.join(Strategy.names())}"
-        )
+    with speaking_as("parallelize", "Strategy"):
+        strategy = Strategy.of(strategy)
     check_layout("parallelize", layout, ranks.size())
     if find_state(model) is not None:
         raise ValueError(
             "parallelize: this model is parallelized already; call longspan.restore(model) first"
         )
     check_wish(proof)
+    check_flags("parallelize", check_steps=check_steps)
     tiles = Tiles.of(loss_tile, mlp_tile, offload)
     with Agreement("parallelize", ranks) as agreement:
         layers = _transformers.attention_layers(model)
-        state = Parallelized(ranks, Strategy.of(strategy), layout, layers)
+        state = Parallelized(ranks, strategy, layout, layers)
         state.proof = admit(model, ranks, proof, agreement)
         state.tiles = with_tails(model, proof, tiles)
     state.first_position = _transformers.first_position(model)
     set_up(model, state)
+    if check_steps and ranks.size() > 1:
+        guard(model)
     return model
 
 
@@ -429,6 +449,7 @@ def restore(model: Model) -> Model:
     state = find_state(model)
     if state is None:
         raise ValueError("restore: this model is not parallelized")
+    unguard(state)
     state.put_back()
     return model
 
@@ -466,7 +487,8 @@ def find_state(model: torch.nn.Module) -> Parallelized | None:
 def check_layout(who: str, layout: Any, ranks: int) -> None:
     """That it is the name of a layout, or an ownership for so many ranks."""
     if not isinstance(layout, _C.Ownership):
-        layout_named(who, layout)
+        if layout != AUTO:
+            layout_named(who, layout)
     elif layout.ranks != ranks:
         raise ValueError(f"{who}: the ownership has {layout.ranks} ranks, the group {ranks}")
 

@@ -25,6 +25,8 @@ from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
 from longspan._recipes.recipe import check_no_dropout, not_sharded
+from longspan._remarks import remark_on_missing_count, remark_on_own_mean
+from longspan._steps import MARK
 from longspan._twins import fingerprint, named_kinds
 
 if TYPE_CHECKING:
@@ -197,6 +199,8 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     _tiles.redirect(whole_models(model), state)
     for part in _pretrained(model):
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
+        if has_loss(part) and state.group.size() > 1:
+            state.look_after(part, _look_at_logits)
         _routers.redirect(part, state)
 
 
@@ -218,6 +222,17 @@ def _look_for_mask(
     given = dict(zip(names, in_order, strict=False)) | arguments
     _check_no_mask(module, given.get("attention_mask"))
     check_inputs(type(module).__name__, given)
+    if has_loss(module):
+        remark_on_missing_count(vars(module)[MARK], module, given)
+
+
+def _look_at_logits(
+    module: torch.nn.Module, in_order: tuple[Any, ...], arguments: dict[str, Any], output: Any
+) -> None:
+    local = arguments.get(KEYWORD)
+    if torch.compiler.is_compiling() or not isinstance(local, LocalAttention):
+        return
+    remark_on_own_mean(vars(module)[MARK], local.targets, getattr(output, "logits", None))
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:

@@ -40,6 +40,41 @@ TEST(LayOut, FitsEveryNamedLayoutOverAnyNumberOfRanks) {
   }
 }
 
+/// One row of documents of these lengths.
+RowBatch documents(const std::vector<int64_t>& lengths) {
+  const at::Tensor sizes = at::tensor(lengths, at::kLong).unsqueeze(0);
+  return read_rows({{"input_ids", at::zeros({1, sizes.sum().item<int64_t>()},
+                                            at::TensorOptions(at::kLong))},
+                    {"seq_lens", sizes}});
+}
+
+TEST(FittingLayout, IsPerDocumentWhereSeveralShareARowAndPadsAreFew) {
+  EXPECT_EQ(fitting_layout(documents({800, 400}), 4).name,
+            "per-document-head-tail");
+  // 8 tokens a document at 4 ranks: 7 pads of 801 + 399 tokens, then 14 of 700.
+  EXPECT_EQ(fitting_layout(documents({801, 399}), 4).name,
+            "per-document-head-tail");
+  EXPECT_EQ(fitting_layout(documents({601, 97, 2}), 4).name, "head-tail");
+  // Exactly 2 % is too much.
+  EXPECT_EQ(fitting_layout(documents({93, 7}), 1).name, "head-tail");
+  EXPECT_EQ(fitting_layout(documents({92, 7}), 1).name,
+            "per-document-head-tail");
+}
+
+TEST(FittingLayout, IsHeadTailWhereEveryRowIsOneDocument) {
+  EXPECT_EQ(fitting_layout(documents({800}), 4).name, "head-tail");
+  EXPECT_EQ(fitting_layout(
+                read_rows({{"input_ids", at::zeros({3, 64}, at::kLong)}}), 4)
+                .name,
+            "head-tail");
+}
+
+TEST(FittingLayout, CountsThePadsOfLargerShares) {
+  EXPECT_EQ(fitting_layout(documents({800, 400}), 4, 100).name,
+            "per-document-head-tail");
+  EXPECT_EQ(fitting_layout(documents({800, 400}), 4, 64).name, "head-tail");
+}
+
 TEST(LayOut, AnOwnershipOfMoreTokensPadsTheEnd) {
   const auto owners = Ownership::of_sizes({9, 0, 3});
   const LaidOut laid = lay_out(rows(), owners, Form::rows);

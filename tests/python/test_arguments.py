@@ -63,6 +63,17 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "tensors that came: `input_id`, `labels`; did you mean `input_ids` by `input_id`?": lambda: (
         longspan.shard({"input_id": IDS["input_ids"], "labels": IDS["input_ids"]})
     ),
+    "parallelize: 'ulysses' is not one of ring, gathered, needed, head_parallel, "
+    "head_parallel_ring; did you mean head_parallel?": lambda: longspan.parallelize(
+        torch.nn.Linear(1, 1), strategy="ulysses"
+    ),
+    "parallelize: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
+    "head-tail-stream, per-document-head-tail; did you mean head-tail?": lambda: (
+        longspan.parallelize(torch.nn.Linear(1, 1), layout="zigzag")
+    ),
+    "parallelize: `check_steps` is an int; expected True or False": lambda: longspan.parallelize(
+        torch.nn.Linear(1, 1), check_steps=1
+    ),
     "shard: layout 'zigzag' is not one of head-tail, contiguous-rows, contiguous-stream, "
     "head-tail-stream, per-document-head-tail; did you mean head-tail?": lambda: longspan.shard(
         IDS, layout="zigzag"
@@ -81,6 +92,18 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     # Models.
     "explain: `model` is an int; expected a torch.nn.Module": lambda: longspan.explain(3, IDS),
+    "explain: `device` is 'h300'; expected one of a100, h100, h200, b200, cpu": lambda: (
+        longspan.explain(torch.nn.Linear(1, 1), IDS, device="h300")
+    ),
+    "explain: `rank` goes with `ranks`; give both": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, rank=1
+    ),
+    "explain: `rank` is 2; expected 0 to 1": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, rank=2, ranks=2
+    ),
+    "explain: give a group, or rank and ranks, not both": lambda: longspan.explain(
+        torch.nn.Linear(1, 1), IDS, Group(), ranks=2
+    ),
     "restore: `model` is an int; expected a torch.nn.Module": lambda: longspan.restore(3),
     "clip_grad_norm: `max_norm` is a str; expected a number": lambda: longspan.clip_grad_norm(
         torch.nn.Linear(1, 1), "x"

@@ -404,7 +404,7 @@ def test_models_that_cannot_be_cut(make: Any, error: type[Exception], message: s
 
 def test_options_that_make_no_sense() -> None:
     model = decoder("llama")
-    with pytest.raises(ValueError, match="strategy 'rings' is not one of ring, "):
+    with pytest.raises(ValueError, match="parallelize: 'rings' is not one of ring, "):
         longspan.parallelize(model, strategy="rings")
     with pytest.raises(ValueError, match="parallelize: layout 'zigzag' is not one of head-tail"):
         longspan.parallelize(model, layout="zigzag")

@@ -12,6 +12,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 # Alone and over two ranks, where a page makes its group of the environment.
 PAGES = [
     ("batches", 1),
+    ("estimates", 1),
     ("gradients", 1),
     ("gradients", 2),
     ("groups", 1),

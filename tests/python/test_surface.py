@@ -32,6 +32,7 @@ TOP = [
     "paused",
     "plan",
     "reduce_loss",
+    "report",
     "restore",
     "run_ranks",
     "seed_ranks",

@@ -51,6 +51,8 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   /// A forked child has the memory of its parent, but not its threads.
   const int64_t process;
   std::atomic<int64_t> sent_bytes = 0;
+  /// Nanoseconds, of the host.
+  std::atomic<int64_t> waited = 0;
   /// Milliseconds; 0: that of the process group.
   std::atomic<int64_t> timeout = 0;
 

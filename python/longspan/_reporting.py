@@ -1,0 +1,180 @@
+"""What the steps of a group took: tokens a second, bytes sent, time waited, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from longspan import _C
+from longspan._group import Group, ranks_of
+from longspan._tables import html_table
+
+#: Steps that are remembered for a group, the last ones.
+_KEPT = 256
+_TITLES = ("step", "seconds", "tokens", "tokens/s", "sent", "waited", "peak memory")
+
+_log = logging.getLogger("longspan")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of this rank: from the first `shard` to the end of `sum_gradients`, or from the
+    end of the step before."""
+
+    step: int
+    seconds: float
+    tokens: int  #: real ones of whole batches, on all ranks of the group
+    sent_bytes: int
+    waited: float  #: seconds that the host waited for other ranks
+    peak_bytes: int  #: of this process so far: of the GPU where there is one, else of the host
+
+    def cells(self) -> tuple[str, ...]:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return (
+            str(self.step),
+            f"{self.seconds:.3f}",
+            f"{self.tokens:,}",
+            f"{rate:,.0f}",
+            f"{self.sent_bytes / 1e6:.1f} MB",
+            f"{self.waited:.3f} s",
+            f"{self.peak_bytes / 1e9:.2f} GB",
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last steps of a group on this rank; print it for a table, which it is in a notebook."""
+
+    group: str
+    steps: tuple[Step, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: plain dictionaries, lists and numbers."""
+        return {"group": self.group, "steps": [asdict(step) for step in self.steps]}
+
+    def __str__(self) -> str:
+        table = [_TITLES, *(step.cells() for step in self.steps)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in table
+        ]
+        return "\n".join([self.group, *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.group, _TITLES, [step.cells() for step in self.steps])
+
+
+@dataclass
+class _Open:
+    """The step that runs, and those that ended."""
+
+    began: float = 0.0
+    tokens: int = 0
+    sent: int = 0
+    waited: float = 0.0
+    count: int = 0
+    ended: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+
+_lock = threading.Lock()
+_groups: dict[tuple[str, int], _Open] = {}
+
+
+def report(group: Any = None) -> Report:
+    """What the last 256 steps of this rank took. A step ends with `sum_gradients`; tokens are
+    those that `shard` cut for the group. With LONGSPAN_LOG=info in the environment rank 0 writes
+    a line to standard error after each."""
+    ranks = ranks_of(group)
+    with _lock:
+        found = _groups.get(_key(ranks))
+        steps = () if found is None else tuple(found.ended)
+    return Report(repr(ranks), steps)
+
+
+def note_tokens(group: Group, cut: _C.Cut) -> None:
+    """A batch was cut for a group."""
+    tokens = sum(packing.real_tokens for packing in cut.packings)
+    with _lock:
+        found = _found(group)
+        if found.began == 0.0:
+            found.began = time.monotonic()
+            found.sent, found.waited = group.sent_bytes, group.waited
+        found.tokens += tokens
+
+
+def note_step(group: Group) -> None:
+    """Gradients of a step were summed."""
+    now = time.monotonic()
+    with _lock:
+        found = _found(group)
+        if found.began == 0.0:  # nothing was cut here
+            return
+        step = Step(
+            step=found.count,
+            seconds=now - found.began,
+            tokens=found.tokens,
+            sent_bytes=group.sent_bytes - found.sent,
+            waited=group.waited - found.waited,
+            peak_bytes=_peak(),
+        )
+        found.ended.append(step)
+        found.began, found.tokens = now, 0
+        found.sent, found.waited = group.sent_bytes, group.waited
+        found.count += 1
+    if group.rank() == 0 and _wants_lines():
+        named = zip(_TITLES, step.cells(), strict=True)
+        _log.info("%s", ", ".join(f"{title} {cell}" for title, cell in named))
+
+
+def _key(group: Group) -> tuple[str, int]:
+    return group.name, group.rank()
+
+
+def _found(group: Group) -> _Open:
+    found = _groups.get(_key(group))
+    if found is None:
+        for name, rank in list(_groups):
+            if name and not _is_alive(name):
+                del _groups[name, rank]
+        found = _groups[_key(group)] = _Open()
+    return found
+
+
+def _is_alive(name: str) -> bool:
+    c10d: Any = torch._C._distributed_c10d
+    with contextlib.suppress(RuntimeError, LookupError, ValueError):
+        return c10d._resolve_process_group(name) is not None
+    return False
+
+
+def _peak() -> int:
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        return int(cuda.max_memory_allocated())
+    with contextlib.suppress(ImportError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return 0
+
+
+def _wants_lines() -> bool:
+    if os.environ.get("LONGSPAN_LOG", "off") != "info":
+        return False
+    if not _log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("longspan: %(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    return True

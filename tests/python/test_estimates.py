@@ -1,0 +1,268 @@
+"""What a step is said to need is what it needs, and balance is that of all ranks."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, _estimating, run_ranks
+
+pytest.importorskip("transformers")
+
+from allocations import peak_of_step
+from oracle.tiny_decoders import FAMILIES, decoder, packed
+from processes import silent_two_ranks
+from transformers import AutoModelForCausalLM
+
+LENGTHS = [700, 200, 124]
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
+def wider(family: str, dtype: torch.dtype, **sizes: Any) -> Any:
+    """Large enough for activations to count."""
+    torch.manual_seed(0)
+    return FAMILIES[family](**(SIZES | sizes)).to(dtype).train()
+
+
+CASES = {
+    "llama": ("llama", torch.float32, False, {}),
+    "llama, large words": ("llama", torch.float32, False, {"vocab_size": 8000}),
+    "llama, checkpointing": ("llama", torch.float32, True, {}),
+    "llama, bfloat16": ("llama", torch.bfloat16, False, {}),
+    "llama, bfloat16, checkpointing": ("llama", torch.bfloat16, True, {}),
+    "gemma3": ("gemma3", torch.float32, False, {"vocab_size": 2000, "num_hidden_layers": 2}),
+    "llama, tiles": ("llama", torch.float32, True, {"vocab_size": 8000}),
+    "llama, bfloat16, tiles": ("llama", torch.bfloat16, True, {"vocab_size": 8000}),
+    "llama, deep, checkpointing": ("llama", torch.float32, True, {"num_hidden_layers": 8}),
+}
+
+
+#: What `parallelize` is told, where it is told something.
+TOLD = {
+    "llama, tiles": {"loss_tile": 128, "mlp_tile": 128},
+    "llama, bfloat16, tiles": {"loss_tile": 128, "mlp_tile": 128},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_that_of_the_allocator(case: str) -> None:
+    family, dtype, checkpointing, sizes = CASES[case]
+    model = longspan.parallelize(wider(family, dtype, **sizes), **TOLD.get(case, {}))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    said = longspan.explain(model, LENGTHS, device="cpu", optimizer="sgd")
+    assert said.memory is not None, said.no_memory
+    ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([LENGTHS])}
+    real = peak_of_step(model, longspan.shard(batch, model=model))
+    assert said.memory.peak - said.memory.weights == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
+    for text in silent_two_ranks():
+        found = [line.split() for line in text.splitlines() if line.startswith("memory: ")]
+        assert len(found) == 6
+        for _, strategy, dtype, ratio in found:
+            assert 0.9 <= float(ratio) <= 1.1, (strategy, dtype, ratio)
+
+
+def test_parts_are_what_they_say() -> None:
+    model = wider("llama", torch.float32, vocab_size=5000)
+    said = longspan.explain(model, 1024, ranks=4, device="h200", loss_tile=None)
+    memory = said.memory
+    assert memory is not None, said.no_memory
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    assert memory.gradients == weights
+    assert memory.optimizer == 2 * weights
+    assert 0 <= memory.weights - weights <= 1024  # and rotary frequencies
+    logits = said.tokens * 5000 * 4
+    assert 2 * logits <= memory.loss <= 4.5 * logits
+    block = said.tokens * 2 * 4 * 32 * 4  # keys and values of four heads
+    assert memory.attention >= 2 * block
+    assert memory.peak > memory.weights + memory.optimizer + memory.kept
+    assert said.fits is True
+    assert str(said).splitlines()[-1] == "fits in 141 GB: yes, 0"
+    told = json.loads(json.dumps(said.to_json()))
+    assert told["memory"]["peak"] == memory.peak and told["fits"] is True
+
+
+def test_more_ranks_and_checkpoints_need_less() -> None:
+    model = wider("llama", torch.float32)
+
+    def kept(ranks: int) -> int:
+        said = longspan.explain(model, 4096, ranks=ranks, device="cpu")
+        assert said.memory is not None, said.no_memory
+        return said.memory.kept
+
+    one, four = kept(1), kept(4)
+    assert four == pytest.approx(one / 4, rel=0.05)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert kept(4) < four / 3
+
+
+def test_tiles_and_the_host_need_less() -> None:
+    model = wider("llama", torch.bfloat16, vocab_size=8000, num_hidden_layers=8)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def memory(**options: Any) -> Any:
+        said = longspan.explain(model, 20480, ranks=2, device="cpu", **options)
+        assert said.memory is not None, said.no_memory
+        return said.memory
+
+    whole = memory(loss_tile=None)
+    tiled = memory()  # of more than 256 MiB of logits, as parallelize would
+    assert tiled.loss < whole.loss / 4
+    assert memory(mlp_tile=512).peak < tiled.peak < whole.peak
+    away = memory(offload="hidden")
+    assert away.kept < tiled.kept / 3 and away.peak < tiled.peak
+
+
+def test_shards_spread_what_stays() -> None:
+    model = wider("llama", torch.float32)
+    whole = longspan.explain(model, 512, ranks=4, device="cpu").memory
+    spread = longspan.explain(model, 512, ranks=4, device="cpu", shards=4).memory
+    assert whole is not None and spread is not None
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(spread, part) == getattr(whole, part) // 4
+    assert spread.kept == whole.kept
+    assert spread.peak < whole.peak
+
+
+def test_no_group_no_weights_no_batch() -> None:
+    real = decoder("gemma3", torch.float32)
+    batch = packed(LENGTHS).batch
+
+    def body(group: Group) -> Any:
+        return longspan.explain(real, batch, group)
+
+    ranks = run_ranks(3, body)
+    nowhere = decoder("gemma3", torch.float32).to("meta")
+    for rank, there in enumerate(ranks):
+        here = longspan.explain(nowhere, LENGTHS, ranks=3, rank=rank)
+        assert (here.rank, here.ranks, here.tokens) == (rank, 3, there.tokens)
+        for mine, theirs in zip(here.layers, there.layers, strict=True):
+            assert (mine.pairs, mine.sent_forward) == (theirs.pairs, theirs.sent_forward)
+        assert here.balance == there.balance
+
+
+def test_balance_is_that_of_all_ranks() -> None:
+    model = decoder("mistral", torch.float32)
+    said = longspan.explain(model, LENGTHS, ranks=3)
+    assert said.balance is not None
+    work = [
+        sum(cost.pairs * cost.layer.heads for cost in of_rank.layers)
+        for of_rank in (longspan.explain(model, LENGTHS, ranks=3, rank=rank) for rank in range(3))
+    ]
+    assert list(said.balance.work) == work
+    assert set(said.balance.others) | {said.balance.layout} == {
+        layout.name for layout in longspan.values.named_layouts()
+    }
+    assert longspan.explain(model, LENGTHS, ranks=3, strategy="head_parallel").balance is None
+    assert longspan.explain(model, LENGTHS).balance is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma4", "deepseek_v3", "glm_moe_dsa"])
+def test_other_families_are_known_or_say_why(family: str) -> None:
+    said = longspan.explain(decoder(family, torch.float32), [40, 24], ranks=2, device="h100")
+    if said.memory is None:
+        assert "does not run without values (" in said.no_memory
+        assert "memory: not known, since" in str(said)
+        assert said.fits is None
+    else:
+        assert said.memory.peak > said.memory.weights
+
+
+def test_a_parallelized_model_stays_as_it_is() -> None:
+    model = longspan.parallelize(wider("llama", torch.float32))
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    said = longspan.explain(model, [64, 64], device="cpu")
+    assert said.memory is not None, said.no_memory
+    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+
+
+def test_what_lengths_may_be() -> None:
+    model = decoder("llama", torch.float32)
+    with pytest.raises(ValueError, match="explain: `batch` is 0; expected 1 to 268435456"):
+        longspan.explain(model, [3, 0])
+    with pytest.raises(ValueError, match="explain: `batch` has 0 tokens; expected documents"):
+        longspan.explain(model, [])
+    with pytest.raises(TypeError, match="explain: `batch` holds a str; expected whole numbers"):
+        longspan.explain(model, ["a"])
+    local = longspan.shard(packed([16, 8]).batch, rank=0, ranks=2)
+    with pytest.raises(ValueError, match="explain: the batch was cut by shard for its rank"):
+        longspan.explain(model, local, ranks=2)
+
+
+# ---- From a shell.
+
+
+@pytest.mark.slow
+def test_the_command_says_the_same(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = wider("llama", torch.bfloat16).config
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    said = longspan.explain(model, 8192, ranks=8, rank=3, device="h200")
+    options = ["--tokens", "8k", "--ranks", "8", "--rank", "3", "--checkpointing"]
+    command = [sys.executable, "-m", "longspan", "estimate"]
+    done = subprocess.run(
+        [*command, "--model", str(tmp_path / "config.json"), "--device", "h200", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
+    assert _estimating.main(["--model", str(tmp_path), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(said.to_json()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "1M"], "the following arguments are required: --model"),
+        (["--model", "nowhere"], "give --tokens 1M or --documents 4096,512, one of them"),
+        (
+            ["--model", "nowhere", "--tokens", "many"],
+            "'many' is no number of tokens; expected such as 4096, 8k or 1M",
+        ),
+        (
+            ["--model", "nowhere", "--tokens", "1M"],
+            "--model is 'nowhere'; expected a config.json, or the folder of one",
+        ),
+        (
+            ["--model", "{folder}", "--tokens", "64", "--rank", "3"],
+            "`rank` is 3; expected 0 to 0",
+        ),
+    ],
+)
+def test_a_bad_argument_gets_a_sentence(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    decoder("llama").config.save_pretrained(tmp_path)
+    given = [argument.replace("{folder}", str(tmp_path)) for argument in arguments]
+    assert _estimating.main(given) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"longspan estimate: {sentence}\n")

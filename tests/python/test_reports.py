@@ -1,0 +1,107 @@
+"""Ranges for profilers, and what steps took."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, run_ranks
+
+OWNERS = longspan.Ownership.head_tail(32, 4)
+
+
+def names_of(strategy: str) -> set[str]:
+    """The names of ranges that rank 1 of 4 shows in a step."""
+
+    def body(group: Group) -> set[str]:
+        q = torch.randn(8, 4, 8, requires_grad=True)
+
+        def step() -> None:
+            longspan.attend(q, q, q, layout=OWNERS, mask=MASK, group=group, strategy=strategy)[
+                :, 0, 0
+            ].sum().backward()
+
+        if group.rank() != 1:
+            step()
+            return set()
+        with torch.autograd.profiler.profile() as profile:
+            step()
+        return {event.name for event in profile.function_events}
+
+    return run_ranks(4, body)[1]
+
+
+MASK = longspan.Mask.causal(longspan.Packing.single(32))
+
+
+def test_steps_and_waits_have_names() -> None:
+    names = names_of("ring")
+    assert {
+        "ring 1/4, own keys",
+        "ring 2/4, keys from 0",
+        "ring 4/4, keys from 0",
+        "ring 2/4, keys from 0, backward",
+        "wait, ring attention forward, keys, hop 1 of 3",
+        "wait, ring attention backward, gradients, hop 1 of 3",
+    } <= names
+    assert {"gathered 1/2, own keys", "gathered 2/2, keys from 0, 2, 3"} <= names_of("gathered")
+
+
+def steps(group: Group, count: int) -> None:
+    model = torch.nn.Embedding(64, 1)
+    ids = torch.arange(64).view(2, 32)
+    for _ in range(count):
+        local = longspan.shard({"input_ids": ids}, group)
+        model(local["input_ids"]).sum().backward()
+        longspan.sum_gradients(model, group)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_report_counts_steps(ranks: int) -> None:
+    def body(group: Group) -> longspan._reporting.Report:
+        before = group.sent_bytes
+        steps(group, 3)
+        said = longspan.report(group)
+        sent = sum(step.sent_bytes for step in said.steps)
+        # All but what was compared before the first batch was cut.
+        assert 0 <= group.sent_bytes - before - sent <= 1000
+        return said
+
+    for said in run_ranks(ranks, body):
+        assert [step.tokens for step in said.steps[-2:]] == [64, 64]
+        assert all(step.seconds > 0 and step.peak_bytes > 0 for step in said.steps)
+        assert all((step.sent_bytes > 0) == (ranks > 1) for step in said.steps)
+        assert all(0 <= step.waited <= step.seconds for step in said.steps)
+        assert json.loads(json.dumps(said.to_json()))["steps"][-1]["tokens"] == 64
+        lines = str(said).splitlines()
+        assert lines[1].split()[:4] == ["step", "seconds", "tokens", "tokens/s"]
+        assert len(lines) == 2 + len(said.steps)
+        assert ElementTree.fromstring(said._repr_html_()).findtext("caption") == lines[0]
+
+
+def test_groups_that_are_gone_leave_nothing() -> None:
+    for _ in range(3):
+        run_ranks(2, lambda group: steps(group, 1))
+    assert len(longspan._reporting._groups) <= 5
+
+
+def test_lines_on_demand(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "longspan"):
+        steps(Group(), 1)
+        assert caplog.messages == []
+        monkeypatch.setenv("LONGSPAN_LOG", "info")
+        steps(Group(), 2)
+    assert len(caplog.messages) == 2
+    assert "tokens 64, tokens/s" in caplog.messages[0]
+
+
+def test_nothing_was_cut() -> None:
+    def body(group: Group) -> int:
+        return len(longspan.report(group).steps)
+
+    assert run_ranks(2, body) == [0, 0]
