@@ -37,6 +37,7 @@ TOP = [
     "seed_ranks",
     "shard",
     "sum_gradients",
+    "total_loss",
     "unshard",
     "which_kernel",
 ]
@@ -80,6 +81,7 @@ MODULES = {
         "top_keys",
         "window_lists",
     ],
+    "hf": ["TrainerMixin", "trainer"],
     "proof": ["Proof", "prove"],
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
