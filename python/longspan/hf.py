@@ -33,10 +33,11 @@ from longspan._model_batch import (
     with_targets,
 )
 from longspan._models import find_state, parallelize
+from longspan._prefill import prefill
 from longspan._randomness import seed_ranks
 from longspan._replicas import Replicas, mapped
 
-__all__ = ["TrainerMixin", "trainer"]
+__all__ = ["TrainerMixin", "prefill", "trainer"]
 
 _WHO = "TrainerMixin"
 #: Classes whose compute_loss is a sum over tokens that are scored one by one, divided by

@@ -390,6 +390,7 @@ TARGETS: list[Target] = [
         longspan.hf.trainer,
         {"trainer_class": always(_Trainer), "group": _solo, "strategy": always("ring")},
     ),
+    Target("prefill", longspan.hf.prefill, {"model": _model, "batch": _batch, "group": _solo}),
     Target(
         "total_loss",
         longspan.total_loss,

@@ -81,7 +81,7 @@ MODULES = {
         "top_keys",
         "window_lists",
     ],
-    "hf": ["TrainerMixin", "trainer"],
+    "hf": ["TrainerMixin", "prefill", "trainer"],
     "proof": ["Proof", "prove"],
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
