@@ -59,9 +59,9 @@ run_forked(2, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
 def test_the_loop_trains_alike_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--steps", "3", "--length", "48", "--json", "--compile"]
+    options = ["--steps", "2", "--length", "48", "--json", "--compile"]
     true = lines_of(run_here("fsdp_cp.py", monkeypatch, capsys, *options, "no"))
-    assert [line["step"] for line in true] == [0, 1, 2]
+    assert [line["step"] for line in true] == [0, 1]
     here = pathlib.Path(__file__).parent
     monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     example = str(EXAMPLES / "fsdp_cp.py")

@@ -72,7 +72,13 @@ def test_two_ranks_train_as_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "case"), [("replicas", "padded"), ("strided", "flattened"), ("sharded", "padded")]
+    ("name", "case"),
+    [
+        ("replicas", "padded"),
+        ("streamed", "streamed"),
+        ("strided", "flattened"),
+        ("sharded", "padded"),
+    ],
 )
 def test_replicas_of_two_ranks_train_as_one_process(
     name: str, case: str, folder: pathlib.Path, alone: Callable[[str], Any]
@@ -130,6 +136,15 @@ def test_a_model_that_is_made_for_each_training(tmp_path: pathlib.Path) -> None:
     made.train()
     assert made.model is not first
     assert "loss" in made.state.log_history[0]
+
+
+def test_predictions_without_labels(tmp_path: pathlib.Path) -> None:
+    made = longspan.hf.trainer(Trainer)(
+        model=cases.llama(), args=cases.arguments(tmp_path, prediction_loss_only=False)
+    )
+    rows = [{"input_ids": torch.arange(3, 16)}, {"input_ids": torch.arange(7, 20)}]
+    found = made.predict(rows)
+    assert found.predictions.shape == (2, 13, 61) and found.label_ids is None
 
 
 def test_targets_are_counted_as_they_are_learned(tmp_path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The same documents, again and again, of no known length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield from Rows().rows
 
 
 def padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -89,6 +97,7 @@ class Case:
 
     model: Callable[[], Any] = llama
     collator: Callable[..., Any] = padded
+    dataset: Callable[[], Any] = Rows
     #: What one process trains with, where it would read the batch otherwise.
     alone: Callable[..., Any] | None = None
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -101,6 +110,7 @@ CASES = {
     ),
     "each its mean": Case(arguments={"average_tokens_across_devices": False}),
     "unclipped": Case(arguments={"max_grad_norm": 0.0}),
+    "streamed": Case(dataset=Stream),
     "flattened": Case(collator=flattened()),
     "with offsets": Case(
         collator=flattened(return_flash_attn_kwargs=True, return_seq_idx=True), alone=flattened()
@@ -170,7 +180,7 @@ def run(name: str, kind: Any, folder: pathlib.Path | str, replicas: int = 1, **o
     trainer = kind(
         model=case.model(),
         args=arguments(folder, replicas, **(case.arguments | options)),
-        train_dataset=Rows(),
+        train_dataset=case.dataset(),
         data_collator=collator,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -62,6 +62,8 @@ def on_two() -> None:
         if name == "padded":  # the last batch has one row
             write("judged", cases.judged(trainer, 9))
     write("loop", cases.loop(world))
+    # Random, and the same on both ranks, else they would say so.
+    over("padded", title="grouped", train_sampling_strategy="group_by_length", max_steps=1)
     dist.destroy_process_group()
 
 
@@ -70,6 +72,7 @@ def on_four() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     trainer = over("padded", mesh["cp"], "replicas")
     write("judged", cases.judged(trainer, 8))
+    over("streamed", mesh["cp"])
     # Neighbouring ranks hold different sequences.
     kind = longspan.hf.trainer(Mixed, group=mesh["dp"], strategy="head_parallel")
     trainer = cases.run("flattened", kind, folder / "strided", 2)

@@ -51,7 +51,6 @@ def rows(count: int = 16) -> Any:
 
 CASES: dict[str, dict[str, Any]] = {
     "completions": {"gradient_accumulation_steps": 2},
-    "whole rows": {"completion_only_loss": False},
     "padding free": {"padding_free": True, "max_length": None},
     "packed": {"packing": True, "max_length": 24, "eval_packing": False},
     "dft": {"loss_type": "dft"},
@@ -83,7 +82,7 @@ def run(name: str, kind: Any, folder: pathlib.Path, replicas: int = 1) -> dict[s
         model=adapted() if name == "adapters" else llama(),
         args=trl.SFTConfig(**(usual | CASES[name])),
         train_dataset=rows(),
-        eval_dataset=rows(5),
+        eval_dataset=rows(8),
         processing_class=tokenizer(),
     )
     trainer.train()
