@@ -104,6 +104,7 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
             _check_options(_WHO, parallelize)
             self._options = parallelize
         self._parallelized: Any = None
+        self._goes_around = False
         self._check_loss(others.get("compute_loss_func"))
         super().__init__(*arguments, **others)
         self._check_loss(self.compute_loss_func)
@@ -211,7 +212,8 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
             return
         group = self._replicas.group
         if state is None:
-            with _own_forwards_aside(model):
+            with _own_forwards_aside(model) as aside:
+                self._check_tiles(aside)
                 parallelize(model, group, **self._options)
         else:
             if self._options:
@@ -228,6 +230,16 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
                     f"give it the plain one, which it parallelizes itself ({error})"
                 ) from None
         self._parallelized = find_state(model)
+
+    def _check_tiles(self, aside: int) -> None:
+        """Forwards that go around the model's leave out what it would do in its own."""
+        self._goes_around = aside > 0
+        for name, unheard in (("loss_tile", (None, "auto")), ("offload", (None,))):
+            if aside and self._options.get(name) not in unheard:
+                raise ValueError(
+                    f"{_WHO}: {type(self).__name__} calls the layers of the model itself, and "
+                    f"makes no whole logits, so `{name}` would go unheard; leave it out"
+                )
 
     def _wrap_model(self, model: Any, *arguments: Any, **others: Any) -> Any:
         # A model_init has made another one meanwhile.
@@ -251,7 +263,15 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
         local = shard(inputs, self._replicas.group, model=self.model)
         if "shift_labels" in local:
             local["labels"] = local["shift_labels"]  # for whoever would shift them again
+        if self.label_smoother is not None or self.own_loss:
+            self._ask_for_logits(local)
         return local
+
+    def _ask_for_logits(self, local: LocalBatch) -> None:
+        """Of a model that would make its loss in tiles."""
+        tails = () if self._goes_around else getattr(self._parallelized.tiles, "tails", ())
+        if any(not isinstance(tail, str) for tail in tails):
+            local["output_logits"] = True
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Any], device: Any) -> Any:
         """The targets of these batches, as `shard` will find them."""
@@ -343,6 +363,8 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
         """The loss of the whole batch, and whole logits beside whole labels, on every rank."""
         whole = super()._prepare_inputs(inputs)
         local = whole if isinstance(whole, LocalBatch) else self._share_of(whole)
+        if not prediction_loss_only:
+            self._ask_for_logits(local)
         loss, logits, labels = super().prediction_step(
             model, local, prediction_loss_only, ignore_keys=ignore_keys
         )
@@ -376,16 +398,16 @@ def _check_options(who: str, options: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _own_forwards_aside(model: torch.nn.Module) -> Iterator[None]:
+def _own_forwards_aside(model: torch.nn.Module) -> Iterator[int]:
     """TRL puts a head into the forward of the whole model, which scores tokens one by one, by
-    `shift_labels`; what is proved and redirected is the model inside."""
+    `shift_labels`; what is proved and redirected is the model inside. Gives their number."""
     held = [
         (part, vars(part).pop("forward"))
         for part in _transformers.whole_models(model)
         if "forward" in vars(part)
     ]
     try:
-        yield
+        yield len(held)
     finally:
         for part, forward in held:
             vars(part)["forward"] = forward

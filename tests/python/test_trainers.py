@@ -87,6 +87,14 @@ def test_replicas_of_two_ranks_train_as_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), [("tiled", "padded"), ("tiled smoothed", "smoothed")])
+def test_losses_in_tiles_are_the_same(
+    name: str, case: str, folder: pathlib.Path, alone: Callable[[str], Any]
+) -> None:
+    check_equal(read(folder / f"{name}.2.pt"), alone(case), 1e-6)
+
+
+@pytest.mark.slow
 def test_a_loop_with_accelerate(folder: pathlib.Path) -> None:
     check_equal(read(folder / "loop.2.pt"), cases.loop(), 1e-6)
 
@@ -104,7 +112,12 @@ def test_four_ranks_go_on_where_two_were(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case", "rows"),
-    [("judged.2", "padded", 9), ("judged.4", "padded", 8), ("judged strided.4", "flattened", 8)],
+    [
+        ("judged.2", "padded", 9),
+        ("judged tiled.2", "padded", 9),
+        ("judged.4", "padded", 8),
+        ("judged strided.4", "flattened", 8),
+    ],
 )
 def test_whole_logits_stand_beside_whole_labels(
     name: str, case: str, rows: int, folder: pathlib.Path, alone: Callable[[str], Any]

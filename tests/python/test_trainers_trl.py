@@ -71,3 +71,14 @@ def test_router_losses_of_a_share_are_refused(tmp_path: pathlib.Path) -> None:
             train_dataset=cases.rows(),
             processing_class=cases.tokenizer(),
         )
+
+
+def test_options_that_its_head_goes_around_are_refused(tmp_path: pathlib.Path) -> None:
+    for name, value in (("loss_tile", 16), ("offload", "hidden")):
+        with pytest.raises(ValueError, match=f"so `{name}` would go unheard; leave it out"):
+            longspan.hf.trainer(trl.SFTTrainer, **{name: value})(
+                model=cases.llama(),
+                args=trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+                train_dataset=cases.rows(),
+                processing_class=cases.tokenizer(),
+            )

@@ -62,6 +62,12 @@ def on_two() -> None:
         if name == "padded":  # the last batch has one row
             write("judged", cases.judged(trainer, 9))
     write("loop", cases.loop(world))
+    # Losses and layers in tiles.
+    kind = longspan.hf.trainer(transformers.Trainer, loss_tile=7, mlp_tile=5)
+    trainer = cases.run("padded", kind, folder / "tiled")
+    write("tiled", cases.record(trainer))
+    write("judged tiled", cases.judged(trainer, 9))
+    write("tiled smoothed", cases.record(cases.run("smoothed", kind, folder / "tiled smoothed")))
     # Random, and the same on both ranks, else they would say so.
     over("padded", title="grouped", train_sampling_strategy="group_by_length", max_steps=1)
     dist.destroy_process_group()
