@@ -3,8 +3,9 @@ joined from those values.
 
 The words are those of the C++ library, and the work is done there. What most programs
 need is here; `longspan.comm` has collectives, `longspan.dsa` attention to selected keys,
-`longspan.values` the other values and what is made from them, `longspan.proof` why a model may
-be cut, `longspan.testing` slow and plain answers to compare with.
+`longspan.values` the other values and what is made from them, `longspan.hf` trainers of Hugging
+Face, `longspan.proof` why a model may be cut, `longspan.testing` slow and plain answers to
+compare with.
 """
 
 import torch as _torch  # noqa: F401  (its libraries must be loaded first)
@@ -13,7 +14,7 @@ from longspan import _torch_version  # noqa: F401  (refuses another torch)
 
 # isort: split
 
-from longspan import comm, dsa, proof, testing, values
+from longspan import comm, dsa, hf, proof, testing, values
 from longspan._attention import AttentionLayout, attend, plan
 from longspan._batch import shard, unshard
 from longspan._C import Mask, Ownership, Packing, Plan, __version__
@@ -24,7 +25,7 @@ from longspan._explaining import explain
 from longspan._gradients import sum_gradients
 from longspan._group import Group, run_ranks
 from longspan._kernels import which_kernel
-from longspan._losses import reduce_loss
+from longspan._losses import reduce_loss, total_loss
 from longspan._models import parallelize, paused, restore
 from longspan._parity import check_parity, leak_probe
 from longspan._randomness import seed_ranks
@@ -49,6 +50,7 @@ __all__ = [
     "dsa",
     "expert_counts",
     "explain",
+    "hf",
     "leak_probe",
     "linear_cross_entropy",
     "parallelize",
@@ -63,6 +65,7 @@ __all__ = [
     "shard",
     "sum_gradients",
     "testing",
+    "total_loss",
     "unshard",
     "values",
     "which_kernel",

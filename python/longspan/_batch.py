@@ -23,7 +23,13 @@ from longspan._arguments import (
 )
 from longspan._group import Group, hash_value
 from longspan._local_batch import LocalBatch
-from longspan._model_batch import add_attention, check_group, with_targets
+from longspan._model_batch import (
+    add_attention,
+    check_group,
+    counted_from_zero,
+    documents_of_seq_idx,
+    with_targets,
+)
 from longspan._models import AUTO, Parallelized, state_of
 from longspan._remarks import remark_on_labels
 from longspan._reporting import note_tokens
@@ -415,6 +421,8 @@ def share(
 ) -> LocalBatch:
     """One rank's share of a batch: read, cut, and with what the layers of a model want.
     Without a layout it is what the model was told, or head-tail."""
+    if state is not None:
+        batch = documents_of_seq_idx(counted_from_zero(batch, state.first_position))
     rows, others = reading.rows_of(batch)
     if layout is None:
         layout = "head-tail" if state is None else state.layout
@@ -433,15 +441,9 @@ def share(
         reading.who, batch, rows, others, place, agreement, layout, form, multiple, also
     )
     add_attention(local, packed, dict(rows.tokens).keys(), targets, state)
-    if state.first_position and _counts_from_zero(batch.get("position_ids")):
+    if state.first_position:
         local["position_ids"] = local["position_ids"] + state.first_position
     return local
-
-
-def _counts_from_zero(positions: torch.Tensor | None) -> bool:
-    """Positions that we made, and those that begin documents with 0. Others are the
-    model's own already."""
-    return positions is None or bool((positions == 0).any())
 
 
 def _divisor(who: str, given: Any) -> float:

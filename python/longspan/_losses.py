@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from longspan._agreement import tells_ranks
-from longspan._arguments import check_number, check_tensors, check_whole, is_whole
+from longspan._arguments import check_number, check_tensors, check_whole, is_whole, said
+from longspan._gradients import stacked
 from longspan._group import ranks_of
 
 
@@ -30,3 +31,18 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
         count = torch.tensor(count, device=sum.device)
     mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)
     return mean
+
+
+@torch.no_grad()
+@tells_ranks
+def total_loss(loss: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The loss of the whole batch, for logs and for perplexity: the sum of the parts that
+    ``model(**local).loss`` is on each rank, the same on every rank, without a gradient."""
+    ranks = ranks_of(group)
+    check_tensors("total_loss", loss=loss)
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"total_loss: `loss` is {said(loss)} {list(loss.shape)}; expected this rank's part, "
+            f"one floating-point number"
+        )
+    return stacked(loss.detach(), ranks).sum(0)

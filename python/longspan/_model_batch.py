@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 
 from longspan import _C
+from longspan._arguments import said
 from longspan._group import Group
 from longspan._groups_of_tokens import groups_in
 from longspan._local_batch import KEYWORD, LocalBatch
@@ -90,3 +91,68 @@ def with_targets(rows: _C.RowBatch) -> tuple[_C.RowBatch, torch.Tensor | None]:
     targets = dict(rows.tokens)["shift_labels"].ne(_IGNORED).sum()
     # A batch with nothing to learn has loss 0, not 0 / 0.
     return rows, targets.clamp(min=1)
+
+
+def counted_from_zero(batch: Mapping[str, Any], first: int) -> Mapping[str, Any]:
+    """A batch whose positions begin documents with 0, where it had those of a model that
+    begins with `first`."""
+    positions = batch.get("position_ids") if first and isinstance(batch, Mapping) else None
+    if not isinstance(positions, torch.Tensor) or bool((positions == 0).any()):
+        return batch
+    return {**batch, "position_ids": positions - first}
+
+
+def documents_of_seq_idx(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch without `seq_idx`, the number of each token's document, which collators add for
+    layers that no parallelized model has. Where nothing else says where documents lie, it
+    does; where something does, both must say the same."""
+    numbers = batch.get("seq_idx") if isinstance(batch, Mapping) else None
+    if numbers is None:
+        return batch
+    rest = {key: value for key, value in batch.items() if key != "seq_idx"}
+    tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if k in batch), None)
+    if not isinstance(numbers, torch.Tensor) or not isinstance(tokens, torch.Tensor):
+        raise TypeError(
+            f"shard: `seq_idx` is {said(numbers)}; expected a tensor, one entry a token"
+        )
+    if numbers.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"shard: `seq_idx` is {list(numbers.shape)} beside {list(tokens.shape[:2])} tokens; "
+            f"expected one entry a token"
+        )
+    borders = numbers[:, 1:] != numbers[:, :-1]
+    found = _borders_of(rest, borders)
+    if found is None:
+        mask = rest.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.shape != numbers.shape:
+            if mask is not None:
+                raise ValueError(
+                    f"shard: `attention_mask` is {said(mask)} beside `seq_idx`; expected a tensor "
+                    f"{list(numbers.shape)}"
+                )
+            mask = torch.ones_like(numbers)
+        borders = borders | (mask[:, 1:] != mask[:, :-1])
+        # Other numbers than 0 and 1 in a mask tell documents apart.
+        ids = torch.nn.functional.pad(borders, (1, 0)).cumsum(1) + 1
+        rest["attention_mask"] = ids * mask.ne(0)
+    elif not found[1].equal(borders.to(found[1].device)):
+        raise ValueError(
+            f"shard: `seq_idx` and `{found[0]}` place the borders of documents differently; leave "
+            f"`seq_idx` out, or make them agree"
+        )
+    return rest
+
+
+def _borders_of(batch: Mapping[str, Any], like: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+    """Where documents begin, but for the first of a row, as another entry has it."""
+    offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if isinstance(offsets, torch.Tensor) and like.shape[0] == 1 and offsets.dim() == 1:
+        borders = torch.zeros(1, like.shape[1] + 1, dtype=torch.bool)
+        inside = offsets[(offsets > 0) & (offsets <= like.shape[1])]
+        borders[0, inside.to("cpu", torch.int64)] = True
+        return "cu_seq_lens_q", borders[:, 1:]
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2:
+        return "position_ids", positions[:, 1:].eq(0).expand_as(like)
+    if batch.get("seq_lens") is not None:
+        raise ValueError("shard: the batch has both `seq_lens` and `seq_idx`; leave one out")
+    return None

@@ -279,6 +279,10 @@ _TRADE: dict[str, Make] = {
 }
 
 
+#: What passes for a trainer of transformers, which takes seconds to import.
+_Trainer = type("Trainer", (), {"__module__": "transformers.trainer"})
+
+
 def _local(rng: random.Random) -> Any:
     return longspan.shard({"input_ids": torch.arange(16).view(2, 8)}, rank=0, ranks=1)
 
@@ -399,6 +403,17 @@ TARGETS: list[Target] = [
             "key_heads": _whole(1, 2),
             "rows": _whole(1, 2),
         },
+    ),
+    Target(
+        "trainer",
+        longspan.hf.trainer,
+        {"trainer_class": always(_Trainer), "group": _solo, "strategy": always("ring")},
+    ),
+    Target("prefill", longspan.hf.prefill, {"model": _model, "batch": _batch, "group": _solo}),
+    Target(
+        "total_loss",
+        longspan.total_loss,
+        {"loss": lambda _: torch.tensor(3.0), "group": _solo},
     ),
     Target(
         "reduce_loss",
@@ -699,7 +714,7 @@ def perform(target: Target, arguments: dict[str, Any]) -> None:
 def _speakers() -> frozenset[str]:
     """Whose words a refusal may be: names of the surface, and of what is behind it."""
     names = {"longspan", "fuzz", "Cut", "RowBatch", "TokenTensor", "KernelLevel", "HeadShare"}
-    for module in (longspan, comm, dsa, longspan.proof, testing, values):
+    for module in (longspan, comm, dsa, longspan.hf, longspan.proof, testing, values):
         names |= set(module.__all__)
     for kind in (Packing, Mask, Ownership, Group, Strategy, longspan.Plan, values.Picture):
         names |= {name for name, _ in inspect.getmembers(kind) if not name.startswith("__")}

@@ -532,3 +532,31 @@ def test_a_loss_of_its_own_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="has a loss of its own"):
         longspan.shard(packed([7]).batch, model=model)
     assert longspan.shard({"input_ids": packed([7]).ids}, model=model)
+
+
+def test_seq_idx_says_where_documents_lie() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    ids = torch.arange(3, 26)[None]
+    positions = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    numbers = torch.tensor([0] * 9 + [1] * 14, dtype=torch.int32)[None]
+    offsets = torch.tensor([0, 9, 23], dtype=torch.int32)
+
+    def lengths(**entries: Any) -> list[int]:
+        cut = longspan.shard({"input_ids": ids, **entries}, model=model).cut
+        return [length for packing in cut.packings for length in packing.lengths]
+
+    assert lengths(seq_idx=numbers) == [9, 14]
+    assert lengths(seq_idx=numbers, position_ids=positions) == [9, 14]
+    assert lengths(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets) == [9, 14]
+    mask = torch.ones_like(ids)
+    mask[:, 20:] = 0
+    assert lengths(seq_idx=numbers, attention_mask=mask) == [9, 11]
+    assert lengths(seq_idx=torch.zeros_like(numbers)) == [23]
+    with pytest.raises(ValueError, match="`seq_idx` and `position_ids` place the borders"):
+        lengths(seq_idx=torch.zeros_like(numbers), position_ids=positions)
+    with pytest.raises(ValueError, match="`seq_idx` and `cu_seq_lens_q` place the borders"):
+        lengths(seq_idx=numbers.roll(1), cu_seq_lens_q=offsets)
+    with pytest.raises(ValueError, match=r"`seq_idx` is \[1, 22\] beside \[1, 23\] tokens"):
+        lengths(seq_idx=numbers[:, 1:])
+    with pytest.raises(TypeError, match="`seq_idx` is a list; expected a tensor"):
+        lengths(seq_idx=[0, 1])

@@ -21,6 +21,7 @@ PAGES = [
     ("pools", 1),
     ("selected", 1),
     ("strategies", 1),
+    ("trainers", 1),
 ]
 # The drop-in's tests run its pages; the lines of models go on from those of the README
 # with a model of the reader's.

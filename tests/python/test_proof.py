@@ -522,3 +522,8 @@ def test_given_positions_of_models_that_count_from_behind_the_pad() -> None:
     ]
     own = {"input_ids": ids, "position_ids": torch.arange(2, 9)[None]}
     assert longspan.shard(own, model=model)["position_ids"][0, :7].tolist() == list(range(2, 9))
+    # As DataCollatorWithFlattening(position_ids_start=2) packs.
+    own["position_ids"] = torch.tensor([[2, 3, 4, 2, 3, 4, 5]])
+    local = longspan.shard(own, model=model)
+    assert local["position_ids"][0, :7].tolist() == own["position_ids"][0].tolist()
+    assert local.cut.packings[0].lengths == [3, 4]

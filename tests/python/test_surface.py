@@ -38,6 +38,7 @@ TOP = [
     "seed_ranks",
     "shard",
     "sum_gradients",
+    "total_loss",
     "unshard",
     "which_kernel",
 ]
@@ -81,6 +82,7 @@ MODULES = {
         "top_keys",
         "window_lists",
     ],
+    "hf": ["TrainerMixin", "prefill", "trainer"],
     "proof": ["Proof", "prove"],
     "testing": ["attend_dense", "kernel_levels", "merge"],
     "values": [
