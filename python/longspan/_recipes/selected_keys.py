@@ -119,7 +119,7 @@ def _times_of_heads(
     """x [B, L, H, K] times a matrix of each head [H, K, C], with `behind` [B, L, H, R] after
     it: contiguous [B, L, H, C + R], as kernels read heads."""
     if not torch.compiler.is_compiling():
-        made: torch.Tensor = _TimesOfHeads.apply(x, matrices, behind)
+        made: torch.Tensor = _TimesOfHeads.apply(x, matrices, behind)  # type: ignore[no-untyped-call]
         return made
     # Graphs know no products that are written between other channels.
     out = torch.matmul(x.transpose(1, 2), matrices).transpose(1, 2)
