@@ -114,10 +114,13 @@ def remark_on_own_mean(state: Any, targets: Targets | None, logits: Any) -> None
     if not (isinstance(logits, Tensor) and logits.requires_grad):
         return
     state.remarks["mean"] += 1
-    row = logits.detach().flatten(0, -2)[targets.at].float()
+    # A copy: all logits would live as long as their hook.
+    row = logits.detach().flatten(0, -2)[targets.at].to(torch.float32, copy=True)
+    shape = logits.shape
 
-    def look(grad: Tensor) -> None:
-        if state.remarks["mean"] > _LOOKS:
+    def look(grad: Tensor | None) -> None:
+        # Where nothing flows, as through outputs that DDP passes on, hooks are given None.
+        if grad is None or grad.shape != shape or state.remarks["mean"] > _LOOKS:
             return
         count = divisor_of(row, grad.flatten(0, -2)[targets.at].float())
         if count is None or abs(count - targets.here) > 0.01 * targets.here:

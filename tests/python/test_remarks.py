@@ -122,6 +122,24 @@ def test_a_mean_of_the_users_own(mean: bool) -> None:
     assert all("longspan.reduce_loss" in text for text in texts)
 
 
+def test_logits_that_nothing_flows_to() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    state = longspan._models.Parallelized(Group(), longspan.Strategy("ring"), "auto", [])
+    weight = torch.ones(1, 3, 5, requires_grad=True)
+    logits = 2 * weight
+    _remarks.remark_on_own_mean(state, _remarks.Targets(3, 6, 0), logits)
+    Nothing.apply(logits).backward()
+    assert weight.grad is None or not weight.grad.any()
+
+
 def test_by_what_a_loss_was_divided() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 11, requires_grad=True)
