@@ -366,7 +366,7 @@ struct LinearTokenLossesBackward : LossInputs {
   int64_t wanted = 0;
 
   using Result = Tensors3;
-  static constexpr auto kDerivativeOf = "linear_token_losses";
+  static constexpr auto kDerivativeOf = "linear_cross_entropy";
   static constexpr auto kSchema =
       "linear_token_losses_backward(Tensor hidden, Tensor weight, "
       "Tensor labels, Tensor? bias, float scale, float softcap, "
@@ -399,12 +399,12 @@ struct LinearTokenLosses : LossInputs {
       "Tensor, Tensor)";
 
   Result meta() const {
-    check_inputs("linear_token_losses", *this);
+    check_inputs("linear_cross_entropy", *this);
     return results(Found::of(*this, 0));
   }
   Result run() const {
-    check_inputs("linear_token_losses", *this);
-    check_labels("linear_token_losses", *this);
+    check_inputs("linear_cross_entropy", *this);
+    check_labels("linear_cross_entropy", *this);
     return results(Sweep(*this, at::Tensor(), 0).run());
   }
 

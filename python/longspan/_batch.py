@@ -222,8 +222,8 @@ def unshard(
     tensor that holds them all."""
     if tensors is None:
         raise TypeError(
-            "unshard: got None; a loss in tiles leaves no logits behind: call the model with "
-            "output_logits=True, or parallelize it with loss_tile=None"
+            f"unshard: `tensors` is None; expected a tensor, {_OF_EVERY_RANK}. A loss in tiles "
+            f"leaves no logits behind: for those call the model with output_logits=True"
         )
     cut = local.cut if isinstance(local, LocalBatch) else local
     if not isinstance(cut, _C.Cut):

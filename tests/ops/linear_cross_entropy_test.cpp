@@ -4,6 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <optional>
+#include <string>
+#include <vector>
+
 #include "longspan/ops/token_losses_by_torch.h"
 
 namespace longspan {
@@ -32,7 +36,7 @@ std::vector<LossCase> losses_to_try() {
 
 struct LossInputsOf {
   at::Tensor hidden, weight, labels;
-  OptionalTensor bias;
+  std::optional<at::Tensor> bias;
 
   explicit LossInputsOf(const LossCase& c) {
     at::manual_seed(5);

@@ -78,7 +78,9 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
         found = [line.split() for line in text.splitlines() if line.startswith("memory: ")]
         assert len(found) == 6
         for _, strategy, dtype, ratio in found:
-            assert 0.9 <= float(ratio) <= 1.1, (strategy, dtype, ratio)
+            # What the ranks of gathered keys hold at once depends on who is ahead of whom.
+            most = 1.15 if strategy == "gathered" else 1.1
+            assert 0.9 <= float(ratio) <= most, (strategy, dtype, ratio)
 
 
 def test_parts_are_what_they_say() -> None:
