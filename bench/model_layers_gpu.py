@@ -221,9 +221,7 @@ def v4_rows() -> list[Row]:
     }
     with torch.device("cuda"):
         model = transformers.DeepseekV4Model(transformers.DeepseekV4Config(**flash))
-    return whole_row(
-        "DeepSeek-V4-Flash layer, pools of 4", model, TOKENS, ("attend", "select", "score", "pool")
-    )
+    return whole_row("DeepSeek-V4-Flash layer, pools of 4", model, TOKENS, ("longspan::",))
 
 
 def gemma_rows() -> list[Row]:
