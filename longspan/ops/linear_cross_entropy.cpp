@@ -22,7 +22,7 @@ namespace longspan {
 namespace {
 
 /// Gradients that are asked for; a sum of these.
-enum Wanted : int64_t { kHidden = 1, kWeight = 2, kBias = 4 };
+constexpr int64_t kHidden = 1, kWeight = 2, kBias = 4;
 
 /// Logits that exist at a time, in bytes. On a device their products run at
 /// full speed from some thousand tokens on; on the CPU from a hundred, and what
@@ -127,7 +127,7 @@ struct Found {
     const auto sums = sums_like(in.hidden);
     const c10::SymInt tokens = in.hidden.sym_size(0);
     const auto numbers = [&] { return at::empty_symint({tokens}, sums); };
-    const auto made = [&](Wanted which, const at::Tensor& like) {
+    const auto made = [&](int64_t which, const at::Tensor& like) {
       return wanted & which ? at::zeros_symint(like.sym_sizes(), sums)
                             : at::empty({0}, sums);
     };
@@ -339,7 +339,7 @@ struct LinearCrossEntropy : LossInputs {
     if (at::GradMode::is_enabled()) {
       refuse_second_derivative("linear_cross_entropy");
     }
-    const auto made = [&](Wanted which, const at::Tensor& sums,
+    const auto made = [&](int64_t which, const at::Tensor& sums,
                           at::ScalarType type) {
       return wanted & which ? (sums * grads[0]).to(type) : at::Tensor();
     };
