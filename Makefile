@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
 .PHONY: demo test test-fast deep build setup lint format core sanitize race wheel cuda mutate
-.PHONY: fuzz sweep bench bench-build bench-cuda bench-gpu pictures clean help
+.PHONY: wheels fuzz sweep bench bench-build bench-cuda bench-gpu pictures clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make deep                              what CI adds: sanitize, race, wheel, cuda, a sample of mutate"
 	@echo "make fuzz                              random calls that must be refused in our words"
 	@echo "make sweep                             every causal family of transformers, as docs/families.md"
+	@echo "make wheels                            for a cluster, named by torch, each tried"
 	@echo "make bench, bench-build, bench-cuda, bench-gpu, core, pictures, clean"
 
 setup:
@@ -48,6 +49,10 @@ deep: setup
 
 sanitize race wheel cuda: setup
 	@tools/deep $(BUILD) $(PYTHON) $@
+
+# Named by torch, with and without code for CUDA, each tried in an environment of its own.
+wheels: setup
+	@tools/wheels $(PYTHON)
 
 lint: setup
 	@tools/lint $(PYTHON) check
