@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ class Explanation:
     tokens: int  #: local ones
     layers: tuple[LayerCost, ...]
     proof: str = ""  #: what let the model in; "" where it is not parallelized yet
+    tiled: tuple[str, ...] = ()  #: what is made in parts (docs/memory.md), and what is not
     #: Over all ranks; None for one, and where work goes by heads.
     balance: Balance | None = None
     device: str = ""  #: whose memory was asked for
@@ -129,6 +131,7 @@ class Explanation:
             "tokens": self.tokens,
             "layers": [cost.to_json() for cost in self.layers],
             "proof": self.proof,
+            "tiled": list(self.tiled),
             "balance": None if self.balance is None else self.balance.to_json(),
             "device": self.device,
             "memory": None if self.memory is None else asdict(self.memory),
@@ -158,7 +161,9 @@ class Explanation:
         return table
 
     def _repr_html_(self) -> str:
-        return html_table(self._head, _TITLES, self._rows())
+        table = html_table(self._head, _TITLES, self._rows())
+        below = "".join(f"<p>{escape(line)}</p>" for line in self._remarks())
+        return f"<div>{table}{below}</div>"
 
     def __str__(self) -> str:
         table = [_TITLES, *self._rows()]
@@ -171,6 +176,7 @@ class Explanation:
 
     def _remarks(self) -> list[str]:
         last = [f"let in: {self.proof}"] if self.proof else []
+        last += self.tiled
         if self.balance is not None:
             last.append(str(self.balance))
         if self.no_memory:
@@ -268,7 +274,9 @@ def explain(
     )
     if nowhere:
         costs = tuple(replace(cost, kernel=f"on this CPU {cost.kernel}") for cost in costs)
-    said = Explanation(cut.rank, cut.ranks, cut.local_tokens, costs, state.proof)
+    said = Explanation(
+        cut.rank, cut.ranks, cut.local_tokens, costs, state.proof, tuple(state.tiled)
+    )
     if cut.ranks > 1 and not state.strategy.name.startswith("head_parallel"):
         said = replace(said, balance=_balance(cut, given, state.layers))
     if device is None:

@@ -94,6 +94,22 @@ for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
     named = {f"module.{name}": gradient for name, gradient in true.items()}
     check(f"{family} ddp", model, named, step(model, model))
 
+# Losses in tiles, from an output layer that the root holds, or that comes and goes by itself.
+true = truth("llama")
+for kind in ("whole", "apart", "first"):
+    model, tiles = decoder("llama"), {"loss_tile": 7, "mlp_tile": 5}
+    if kind != "first":
+        longspan.parallelize(model, cp, **tiles)
+    if kind != "whole":
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    model = layers_sharded(model, mesh)
+    if kind == "first":
+        longspan.parallelize(model, cp, **tiles)
+    check(f"llama fsdp tiles {kind}", model, true, step(model, model))
+model = DistributedDataParallel(longspan.parallelize(decoder("llama"), cp, loss_tile=7))
+named = {f"module.{name}": gradient for name, gradient in true.items()}
+check("llama ddp tiles", model, named, step(model, model))
+
 compiled = layers_sharded(longspan.parallelize(decoder("llama"), cp), mesh)
 for layer in compiled.model.layers:
     layer.compile(backend="aot_eager")

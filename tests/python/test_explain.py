@@ -135,10 +135,14 @@ def test_a_model_without_memory_is_explained_as_on_this_cpu() -> None:
 
 
 def test_an_explanation_is_a_table_in_a_notebook() -> None:
-    said = longspan.explain(decoder("gemma4", torch.float32), packed(*ROWS).batch)
-    table = ElementTree.fromstring(said._repr_html_())
-    assert table.findtext("caption") == str(said).splitlines()[0]
-    rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
-    assert len(rows) == len(str(said).splitlines()) - 1
-    for row, line in zip(rows, str(said).splitlines()[1:], strict=True):
+    model = longspan.parallelize(decoder("gemma4", torch.float32))
+    said = longspan.explain(model, packed(*ROWS).batch)
+    lines = str(said).splitlines()
+    shown = ElementTree.fromstring(said._repr_html_())
+    assert shown.findtext("table/caption") == lines[0]
+    rows = [["".join(cell.itertext()) for cell in row] for row in shown.iter("tr")]
+    for row, line in zip(rows, lines[1:], strict=False):
         assert all(cell in line for cell in row)
+    below = ["".join(one.itertext()) for one in shown.iter("p")]
+    assert below == lines[1 + len(rows) :]
+    assert below[0].startswith("let in: ") and "logits as they are" in below[1]

@@ -26,6 +26,8 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
         for kind in ("fsdp two axes", "fsdp flat", "fsdp replicas", "fsdp first", "ddp"):
             assert f"{family} {kind}" in lines
+    for kind in ("fsdp tiles whole", "fsdp tiles apart", "fsdp tiles first", "ddp tiles"):
+        assert f"llama {kind}" in lines
     assert "llama fsdp compiled" in lines
     assert "glm_moe_dsa checkpoint" in lines
 

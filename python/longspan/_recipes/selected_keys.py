@@ -103,60 +103,56 @@ def attend(
     """Heads [B, H, L, D] that attend to selected rows [B, 1, L, C + R]; [B, L, H, Dv]
     comes back."""
     to_keys, to_values = _expansion(module)
-    sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
-    still, turned = torch.split(query.transpose(1, 2), sizes, -1)
-    # As the latent rows would have made the heads' keys.
-    q = _times_of_heads(still, to_keys.to(still.dtype), turned)
+    # As the latent rows would have made the heads' keys; what is rotated stays behind.
+    q = _times_of_heads(query.transpose(1, 2), to_keys.to(query.dtype))
     out = local.attend_selected(
         q, rows.squeeze(1), indices, scale=scale, value_dim=module.kv_lora_rank, sink=sink
     )
-    return _times_of_heads(out, to_values.to(out.dtype), None)
+    return _times_of_heads(out, to_values.to(out.dtype))
 
 
-def _times_of_heads(
-    x: torch.Tensor, matrices: torch.Tensor, behind: torch.Tensor | None
-) -> torch.Tensor:
-    """x [B, L, H, K] times a matrix of each head [H, K, C], with `behind` [B, L, H, R] after
-    it: contiguous [B, L, H, C + R], as kernels read heads."""
+def _times_of_heads(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """x [B, L, H, K + R] of which K channels are multiplied by a matrix of each head
+    [H, K, C], and R stay behind them: contiguous [B, L, H, C + R], as kernels read heads."""
     if not torch.compiler.is_compiling():
-        made: torch.Tensor = _TimesOfHeads.apply(x, matrices, behind)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _TimesOfHeads.apply(x, matrices)  # type: ignore[no-untyped-call]
         return made
     # Graphs know no products that are written between other channels.
-    out = torch.matmul(x.transpose(1, 2), matrices).transpose(1, 2)
-    return out.contiguous() if behind is None else torch.cat((out, behind), dim=-1)
+    first = matrices.shape[1]
+    out = torch.matmul(x[..., :first].transpose(1, 2), matrices).transpose(1, 2)
+    return torch.cat((out, x[..., first:]), dim=-1)
 
 
 class _TimesOfHeads(torch.autograd.Function):
     """Products go where they belong at once: a copy of the queries of a long share, which are
-    576 channels wide, costs as much as a tenth of attention."""
+    576 channels wide, costs as much as some percent of attention."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, matrices: Any, behind: Any) -> Any:
+    def forward(ctx: Any, x: Any, matrices: Any) -> Any:
         ctx.save_for_backward(x, matrices)
-        channels = matrices.shape[-1]
-        more = 0 if behind is None else behind.shape[-1]
-        out = x.new_empty(*x.shape[:-1], channels + more)
-        for row, to in zip(x, out, strict=True):
-            torch.bmm(row.transpose(0, 1), matrices, out=to[..., :channels].transpose(0, 1))
-        if behind is not None:
-            out[..., channels:] = behind
+        _, first, channels = matrices.shape
+        out = x.new_empty(*x.shape[:-1], channels + x.shape[-1] - first)
+        for row, to in zip(x[..., :first], out[..., :channels], strict=True):
+            torch.bmm(row.transpose(0, 1), matrices, out=to.transpose(0, 1))
+        out[..., channels:] = x[..., first:]
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d: Any) -> Any:
         x, matrices = ctx.saved_tensors
-        channels = matrices.shape[-1]
+        _, first, channels = matrices.shape
         own = d[..., :channels]
         dx = dmatrices = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for row, to in zip(own, dx, strict=True):
+            for row, to in zip(own, dx[..., :first], strict=True):
                 torch.bmm(row.transpose(0, 1), matrices.mT, out=to.transpose(0, 1))
+            dx[..., first:] = d[..., channels:]
         if ctx.needs_input_grad[1]:
-            rows = zip(x, own, strict=True)
+            rows = zip(x[..., :first], own, strict=True)
             dmatrices = sum(torch.bmm(r.permute(1, 2, 0), o.transpose(0, 1)) for r, o in rows)
-        return dx, dmatrices, d[..., channels:] if ctx.needs_input_grad[2] else None
+        return dx, dmatrices
 
 
 def _expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
