@@ -195,7 +195,7 @@ class TiledLoss:
         found = linear_cross_entropy(
             hidden,
             weight,
-            self.labels,
+            self.labels.to(hidden.device),
             bias,
             softcap=self.tail.softcap,
             scale=self.tail.scale,
