@@ -38,7 +38,8 @@ const NamedLayout& fitting_layout(const RowBatch& batch, int ranks,
   const bool shared = std::ranges::any_of(
       pack(batch, Form::rows).packings,
       [](const Packing& row) { return row.documents() > 1; });
-  if (!shared) return rows;
+  // One rank has no work to share out, and keeps one form for all batches.
+  if (!shared || ranks == 1) return rows;
   const PackedBatch stream = pack(batch, Form::stream);
   const int64_t pads =
       pad(stream, documents, ranks, share).tokens() - stream.tokens();

@@ -56,8 +56,8 @@ TEST(FittingLayout, IsPerDocumentWhereSeveralShareARowAndPadsAreFew) {
             "per-document-head-tail");
   EXPECT_EQ(fitting_layout(documents({601, 97, 2}), 4).name, "head-tail");
   // Exactly 2 % is too much.
-  EXPECT_EQ(fitting_layout(documents({93, 7}), 1).name, "head-tail");
-  EXPECT_EQ(fitting_layout(documents({92, 7}), 1).name,
+  EXPECT_EQ(fitting_layout(documents({98, 102}), 2).name, "head-tail");
+  EXPECT_EQ(fitting_layout(documents({98, 106}), 2).name,
             "per-document-head-tail");
 }
 
@@ -67,6 +67,10 @@ TEST(FittingLayout, IsHeadTailWhereEveryRowIsOneDocument) {
                 read_rows({{"input_ids", at::zeros({3, 64}, at::kLong)}}), 4)
                 .name,
             "head-tail");
+}
+
+TEST(FittingLayout, IsHeadTailOnOneRank) {
+  EXPECT_EQ(fitting_layout(documents({800, 400}), 1).name, "head-tail");
 }
 
 TEST(FittingLayout, CountsThePadsOfLargerShares) {

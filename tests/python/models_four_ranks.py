@@ -77,7 +77,7 @@ def layers_sharded(model: Any, over: Any) -> Any:
     return fully_shard(model, mesh=over)
 
 
-for family in ("llama", "gemma3", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
+for family in ("llama", "gpt_oss", "glm_moe_dsa", "deepseek_v4"):
     true = truth(family)
     for kind, over in (("two axes", mesh), ("flat", flat), ("replicas", mesh["dp"])):
         model = layers_sharded(longspan.parallelize(decoder(family), cp), over)

@@ -87,7 +87,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
         IDS, None
     ),
     "shard_chunks: 0 chunks; expected at least 1": lambda: values.shard_chunks(IDS, 0),
-    "unshard: `tensors` is None; expected a tensor, or a list with the tensor of every rank": (
+    "unshard: `tensors` is None; expected a tensor, or a list with the tensor of every rank. A "
+    "loss in tiles leaves no logits behind: for those call the model with output_logits=True": (
         lambda: longspan.unshard(None, longspan.shard(IDS))
     ),
     # Models.

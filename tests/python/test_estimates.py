@@ -43,11 +43,9 @@ CASES = {
     "llama, large words": ("llama", torch.float32, False, {"vocab_size": 8000}),
     "llama, checkpointing": ("llama", torch.float32, True, {}),
     "llama, bfloat16": ("llama", torch.bfloat16, False, {}),
-    "llama, bfloat16, checkpointing": ("llama", torch.bfloat16, True, {}),
     "gemma3": ("gemma3", torch.float32, False, {"vocab_size": 2000, "num_hidden_layers": 2}),
     "llama, tiles": ("llama", torch.float32, True, {"vocab_size": 8000}),
     "llama, bfloat16, tiles": ("llama", torch.bfloat16, True, {"vocab_size": 8000}),
-    "llama, deep, checkpointing": ("llama", torch.float32, True, {"num_hidden_layers": 8}),
 }
 
 

@@ -16,7 +16,6 @@ PAGES = [
     ("gradients", 1),
     ("gradients", 2),
     ("groups", 1),
-    ("memory", 1),
     ("memory", 2),
     ("pools", 1),
     ("selected", 1),
