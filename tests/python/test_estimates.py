@@ -56,6 +56,7 @@ TOLD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_that_of_the_allocator(case: str) -> None:
     family, dtype, checkpointing, sizes = CASES[case]
