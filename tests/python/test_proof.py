@@ -88,12 +88,10 @@ def test_it_says_who_is_to_blame() -> None:
 
 def test_explain_says_what_let_a_model_in() -> None:
     batch = packed([7]).batch
-    said = str(longspan.explain(longspan.parallelize(decoder("llama")), batch))
-    assert said.endswith(
-        "let in: LlamaForCausalLM: isolation, order, numbering and ruler hold on a twin"
-    )
+    said = str(longspan.explain(longspan.parallelize(decoder("llama")), batch)).splitlines()
+    assert "let in: LlamaForCausalLM: isolation, order, numbering and ruler hold on a twin" in said
     skipped = longspan.explain(longspan.parallelize(decoder("llama"), proof=False), batch)
-    assert str(skipped).endswith("let in: not proved (proof=False)")
+    assert "let in: not proved (proof=False)" in str(skipped).splitlines()
     assert skipped.to_json()["proof"] == "not proved (proof=False)"
     assert longspan.explain(decoder("llama"), batch).proof == ""
 
