@@ -50,9 +50,10 @@ deep: setup
 sanitize race wheel cuda: setup
 	@tools/deep $(BUILD) $(PYTHON) $@
 
-# Named by torch, with and without code for CUDA, each tried in an environment of its own.
+# Named by torch, with and without code for CUDA, each tried in an environment of its own;
+# KINDS=cpu for one of them.
 wheels: setup
-	@tools/wheels $(PYTHON)
+	@tools/wheels $(PYTHON) $(KINDS)
 
 lint: setup
 	@tools/lint $(PYTHON) check
