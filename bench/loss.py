@@ -11,7 +11,6 @@ took at a time over the inputs.
 from __future__ import annotations
 
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from harness import Part, Row, in_turns, main, ratio_row
+from machine import resident
 
 import longspan
 
@@ -141,18 +141,13 @@ def host_peak(who: str) -> float:
 
 
 def peak_main(who: str) -> None:
-    def memory(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1])
-
     loss = ours if who == "ours" else theirs
     both(loss, inputs_of(CPU._replace(tokens=64, words=500)))  # libraries load
     inputs = inputs_of(CPU)
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     both(loss, inputs)
-    print((memory("VmHWM") - before) / 2**20)
+    print((resident("VmHWM") - before) / 2**20)
 
 
 def host_rows(shape: Shape) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
+import re
 import subprocess
 
 
@@ -29,3 +30,10 @@ def write_whole(place: pathlib.Path, text: str) -> None:
         beside.replace(place)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def resident(key: str) -> int:
+    """KiB of this process, by a key of its status: VmRSS now, VmHWM at most."""
+    found = re.search(rf"{key}:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])

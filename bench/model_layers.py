@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import re
 import socket
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from harness import Part, Row, in_turns, main, ratio_row
+from machine import resident
 
 import longspan
 
@@ -145,21 +145,16 @@ def peak_of(family: str, who: str, tokens: int) -> float:
 
 
 def peak_main(family: str, who: str, tokens: int) -> None:
-    def memory(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1])
-
     model = model_of(family)
     inputs: Any = inputs_of(model, tokens) | {"use_cache": False}
     step(model, inputs_of(model, 64) | {"use_cache": False})  # libraries load
     if who == "ours":
         longspan.parallelize(model)
         inputs = longspan.shard(inputs_of(model, tokens), model=model)
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     step(model, inputs)
-    print((memory("VmHWM") - before) / 1024)
+    print((resident("VmHWM") - before) / 1024)
 
 
 def memory_rows(

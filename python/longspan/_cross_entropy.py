@@ -97,7 +97,7 @@ def linear_cross_entropy(
     ops = torch.ops.longspan
     if reduction == "none":
         losses, lse, entropy, right = ops.linear_token_losses(*given)
-        loss = losses
+        loss = losses.view(labels.shape)
     else:
         wanted = 0
         if torch.is_grad_enabled():
@@ -107,8 +107,6 @@ def linear_cross_entropy(
         if reduction == "mean":
             loss = loss / (labels != ignore_index).sum()
     shape = labels.shape
-    if reduction == "none":
-        loss = loss.view(shape)
     return TokenLosses(
         loss,
         losses.detach().view(shape),

@@ -16,6 +16,7 @@ from longspan import _C
 from longspan._explaining import explain
 from longspan._memory import DEVICES, OPTIMIZERS
 from longspan._models import AUTO
+from longspan._printing import printed
 from longspan._strategy import Strategy
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -42,15 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         sentence = " ".join(str(error).split()).removeprefix("explain: ")
         print(f"longspan estimate: {sentence}", file=sys.stderr)
         return 2
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except OSError:
-        sys.stderr.write("longspan estimate: cannot write to standard output\n")
-        sys.stderr.flush()
-        sys.stdout = None  # nothing to flush at the end
-        return 1
-    return 0
+    return printed("longspan estimate", text + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

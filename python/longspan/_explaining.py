@@ -21,7 +21,6 @@ from longspan._arguments import (
     speaking_as,
     whole_numbers,
 )
-from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
@@ -39,7 +38,7 @@ from longspan._models import (
     find_state,
 )
 from longspan._strategy import Strategy
-from longspan._tables import html_table
+from longspan._tables import aligned, html_table
 from longspan._tiles import Tiles
 
 #: Of lengths in place of a batch; more are a slip in a number.
@@ -167,12 +166,7 @@ class Explanation:
 
     def __str__(self) -> str:
         table = [_TITLES, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        return "\n".join([self._head, *lines, *self._remarks()])
+        return "\n".join([self._head, *aligned(table), *self._remarks()])
 
     def _remarks(self) -> list[str]:
         last = [f"let in: {self.proof}"] if self.proof else []
@@ -391,14 +385,7 @@ def _cost(
         return _selected_cost(layer, layer.selects, cut, dtype, device)
     if layer.pools is not None:
         return _pooled_cost(layer, layer.pools, cut, dtype, device)
-    made = plan(
-        cut.ownership,
-        layer.masks(cut, groups),
-        strategy=state.strategy,
-        rank=cut.rank,
-        key_heads=layer.key_heads,
-        rows=len(cut.packings),
-    )
+    made = layer.plan(cut, state.strategy, groups)
 
     def sent(which: str) -> int:
         return made.sent_bytes(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import longspan
+from longspan._printing import printed
 
 
 def torch_facts() -> dict[str, Any]:
@@ -52,15 +53,7 @@ def main(program: Path | None, arguments: Sequence[str]) -> int:
     else:
         text = said or f"{'version:':<18} {longspan.__version__}\n"
         text += "".join(f"{name + ':':<18} {_shown(value)}\n" for name, value in facts.items())
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError:
-        sys.stderr.write("longspan info: cannot write to standard output\n")
-        sys.stderr.flush()
-        sys.stdout = None  # nothing to flush at the end
-        return 1
-    return 0
+    return printed("longspan info", text)
 
 
 def _device(index: int) -> str:

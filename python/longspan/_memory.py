@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan import _C
-from longspan._attention import plan
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import (
@@ -28,6 +27,7 @@ from longspan._models import (
     find_state,
     set_up,
 )
+from longspan._tiles import shape_of_inputs
 from longspan._twins import looked_through
 from longspan._wrappings import local_part
 
@@ -251,7 +251,7 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
     cut = attention.cut
     plain = [layer for layer in layers if layer.selects is None and layer.pools is None]
     kinds = {(one.window, one.key_heads): one for one in plain}
-    plans = [_plan(one, attention) for one in kinds.values()]
+    plans = [one.plan(cut, attention.strategy) for one in kinds.values()]
     trades = attention.strategy.name.startswith("head_parallel") and cut.ranks > 1
 
     def inside(args: Sequence[Any], forward: bool) -> int:
@@ -287,18 +287,6 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
 def _qkv(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = tensors
     return q, k, v
-
-
-def _plan(layer: AttentionLayer, attention: LocalAttention) -> _C.Plan:
-    cut = attention.cut
-    return plan(
-        cut.ownership,
-        layer.masks(cut),
-        strategy=attention.strategy,
-        rank=cut.rank,
-        key_heads=layer.key_heads,
-        rows=len(cut.packings),
-    )
 
 
 def _moments(made: _C.Plan) -> Iterator[tuple[int, int]]:
@@ -347,12 +335,10 @@ def _loss_bytes(on_host: bool) -> Inside:
 @contextlib.contextmanager
 def _on_the_host(twin: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """What layers take waits for backward elsewhere, as offload="hidden" does it."""
-    rows = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    assert isinstance(rows, Tensor)
-    shape = (*rows.shape[:2], twin.config.get_text_config().hidden_size)
+    shape = shape_of_inputs(twin, inputs)
 
     def away(tensor: Tensor) -> Any:
-        there = tuple(tensor.shape) == shape and tensor.is_floating_point()
+        there = tensor.shape == shape and tensor.is_floating_point()
         return tensor.dtype if there else tensor
 
     def back(kept: Any) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from longspan import _C, dsa
 from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
-from longspan._attention import AttentionLayout, attend, layout_named
+from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
 from longspan._pools import HaloPlan, PoolPlan
 from longspan._remarks import Targets
@@ -84,6 +84,17 @@ class AttentionLayer:
     def masks(self, cut: _C.Cut, groups: Groups = ()) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
         return masks_for(cut, (self.window, self.groups), groups)
+
+    def plan(self, cut: _C.Cut, strategy: Strategy, groups: Groups = ()) -> _C.Plan:
+        """What one rank computes and sends in it for a batch."""
+        return plan(
+            cut.ownership,
+            self.masks(cut, groups),
+            strategy=strategy,
+            rank=cut.rank,
+            key_heads=self.key_heads,
+            rows=len(cut.packings),
+        )
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 
 from longspan import _C
 from longspan._group import Group, ranks_of
-from longspan._tables import html_table
+from longspan._tables import aligned, html_table
 
 #: Steps that are remembered for a group, the last ones.
 _KEPT = 256
@@ -63,12 +63,7 @@ class Report:
 
     def __str__(self) -> str:
         table = [_TITLES, *(step.cells() for step in self.steps)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
-        return "\n".join([self.group, *lines])
+        return "\n".join([self.group, *aligned(table, right=True)])
 
     def _repr_html_(self) -> str:
         return html_table(self.group, _TITLES, [step.cells() for step in self.steps])

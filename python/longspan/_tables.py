@@ -6,6 +6,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Lines whose columns stand under each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    put = str.rjust if right else str.ljust
+    return [
+        "  ".join(put(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def html_table(
     caption: str,
     titles: Sequence[str],

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -362,6 +362,13 @@ class _Away:
         return found
 
 
+def shape_of_inputs(part: Any, options: Mapping[str, Any]) -> torch.Size:
+    """Of what every layer takes, in a call with these arguments."""
+    rows = options.get("input_ids")
+    tokens = options["inputs_embeds"] if rows is None else rows
+    return torch.Size((*tokens.shape[:2], part.config.get_text_config().hidden_size))
+
+
 def offload_layers(part: PreTrainedModel, state: Parallelized) -> None:
     """Keeps the inputs of checkpointed layers on the host."""
     original = part.forward
@@ -380,10 +387,7 @@ def offload_layers(part: PreTrainedModel, state: Parallelized) -> None:
         if not first.is_cuda:
             _say_once()
             return original(*arguments, **options)
-        rows = options.get("input_ids")
-        shape = (rows if rows is not None else options["inputs_embeds"]).shape[:2]
-        width = part.config.get_text_config().hidden_size
-        host = HostMemory(torch.Size((*shape, width)), first.device)
+        host = HostMemory(shape_of_inputs(part, options), first.device)
         with torch.autograd.graph.saved_tensors_hooks(host.pack, host.unpack):
             return original(*arguments, **options)
 

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 import trl
 import trl_cases as cases
-from trainer_cases import experts
+from trainer_cases import STEPS, experts
 
 import longspan
 
@@ -54,7 +54,7 @@ def test_replicas_of_two_ranks_train_as_one_process(
 ) -> None:
     found: Any = torch.load(folder / "replicas.pt", weights_only=False)
     # In evaluation TRL takes the mean of the means of replicas.
-    check_equal(found, cases.run("completions", trl.SFTTrainer, tmp_path), cases.STEPS)
+    check_equal(found, cases.run("completions", trl.SFTTrainer, tmp_path), STEPS)
 
 
 def test_losses_of_whole_sequences_are_refused() -> None:

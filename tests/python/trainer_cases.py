@@ -18,6 +18,18 @@ from oracle.tiny_decoders import decoder, with_random_weights
 #: Rows of a batch, over all replicas.
 ROWS = 4
 STEPS = 4
+#: Arguments of every trainer.
+COMMON: dict[str, Any] = {
+    "use_cpu": True,
+    "max_steps": STEPS,
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 3,
+}
 LENGTHS = [19, 7, 24, 5, 12, 9, 17, 3, 21, 14, 6, 11, 8, 23, 10, 16]
 
 
@@ -133,20 +145,12 @@ CASES = {
 
 def arguments(folder: pathlib.Path | str, replicas: int = 1, **options: Any) -> Any:
     usual: dict[str, Any] = {
+        **COMMON,
         "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
         "per_device_train_batch_size": ROWS // replicas,
         "per_device_eval_batch_size": ROWS // replicas,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "linear",
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 3,
     }
     return transformers.TrainingArguments(**(usual | options))
 

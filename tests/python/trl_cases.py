@@ -13,7 +13,7 @@ import datasets
 import tokenizers
 import transformers
 import trl
-from trainer_cases import ROWS, STEPS, adapted, llama, whole
+from trainer_cases import COMMON, ROWS, adapted, llama, whole
 
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
@@ -62,21 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
 def run(name: str, kind: Any, folder: pathlib.Path, replicas: int = 1) -> dict[str, Any]:
     """The logs, weights and evaluation of one training."""
     usual: dict[str, Any] = {
+        **COMMON,
         "output_dir": str(folder / name.replace(" ", "_")),
-        "use_cpu": True,
         "bf16": False,
         "optim": "sgd",
-        "max_steps": STEPS,
         "per_device_train_batch_size": (1 if name == "packed" else ROWS) // replicas or 1,
         "per_device_eval_batch_size": ROWS // replicas,
         "learning_rate": 0.1,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 3,
     }
     trainer = kind(
         model=adapted() if name == "adapters" else llama(),
