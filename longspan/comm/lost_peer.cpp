@@ -22,8 +22,10 @@ void throw_lost_peer(const Group& group, const std::string& purpose, int peer,
                      std::string_view cause) {
   const std::string who =
       peer < 0 ? std::string("the other ranks") : join("rank ", peer);
+  // To the nearest tenth: a wait may end a millisecond before its deadline.
   const std::string waited =
-      time ? join(" waited ", static_cast<double>(time->count() / 100) / 10,
+      time ? join(" waited ",
+                  static_cast<double>((time->count() + 50) / 100) / 10,
                   " s for ")
            : std::string(" could not reach ");
   throw LostPeer(join(purpose, ": rank ", group.rank(), waited, who, ": ",
