@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <string_view>
 
@@ -28,6 +29,11 @@ constexpr milliseconds kPatience{500};
 constexpr milliseconds kGrace{300};
 /// Ranks without tags on their messages compare every so many calls.
 constexpr int64_t kCallsBetween = 256;
+
+/// Calls after which no rank is looked for any more that could not be reached.
+constexpr uint64_t kLastLook = 1 << 16;
+/// How long a machine has to answer the first time.
+constexpr milliseconds kFirstAnswer{300};
 
 enum class Agree { off, first, every };
 
@@ -106,7 +112,8 @@ GroupRecord::GroupRecord(
       process(getpid()),
       timeout(timeout_of_environment()),
       others_(static_cast<std::size_t>(size)),
-      processes_(static_cast<std::size_t>(size)) {}
+      processes_(static_cast<std::size_t>(size)),
+      lines_(static_cast<std::size_t>(size)) {}
 
 // ---- Waits.
 
@@ -181,19 +188,37 @@ std::vector<int> GroupRecord::gone_ranks() {
     // Who gave up on somebody and then ended is not to blame.
     const bool gave_up = others_[r] && others_[r]->lost();
     if (other != rank && !gave_up && processes_[r] &&
-        processes_[r]->is_gone()) {
+        (processes_[r]->is_gone() || (lines_[r] && lines_[r]->is_gone()))) {
       gone.push_back(other);
     }
   }
   return gone;
 }
 
-std::optional<int> GroupRecord::rank_that_quit() {
+std::optional<int> GroupRecord::rank_said_lost() {
   for (int other = 0; other < size; ++other) {
     const auto& known = others_[static_cast<std::size_t>(other)];
-    if (other != rank && known && known->lost() == other) return other;
+    if (other != rank && known && known->lost() && *known->lost() != rank) {
+      return known->lost();
+    }
   }
   return std::nullopt;
+}
+
+bool GroupRecord::looks_after(int other) const {
+  const int apart = std::abs(other - rank);
+  return other != rank && std::min(apart, size - apart) <= 2;
+}
+
+bool GroupRecord::lacks_lines() const {
+  for (int other = 0; other < size; ++other) {
+    const auto r = static_cast<std::size_t>(other);
+    if (looks_after(other) && !lines_[r] &&
+        (!processes_[r] || processes_[r]->is_elsewhere())) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void GroupRecord::check_others(Clock::duration waited) {
@@ -203,7 +228,7 @@ void GroupRecord::check_others(Clock::duration waited) {
     const std::lock_guard lock(mutex_);
     throw_if_different();
     gone = gone_ranks();
-    if (const auto quit = rank_that_quit()) gone.push_back(*quit);
+    if (const auto lost = rank_said_lost()) gone.push_back(*lost);
     const auto now = Clock::now();
     due = waited >= kUsual && now >= next_look_;
     if (due) {
@@ -300,7 +325,7 @@ void GroupRecord::leave() {
 }
 
 void GroupRecord::begin(std::string text) {
-  bool compares = agreement() == Agree::every, is_second = false;
+  bool compares = agreement() == Agree::every, looks = false;
   if (!marked_.exchange(true)) {
     if (const auto group = process_group.lock();
         group.defined() && group->getStore().defined()) {
@@ -318,7 +343,11 @@ void GroupRecord::begin(std::string text) {
     text = quickly(who_, "; ", text);
     history_.begin(text);
     begun_ = true;
-    is_second = history_.calls() == 2;
+    // Once, now that the others have been here: later the store may be gone.
+    // Those on other machines answer each other, which takes a few looks.
+    const auto calls = static_cast<uint64_t>(history_.calls());
+    looks = calls == 2 || (calls > 2 && calls <= kLastLook &&
+                           std::has_single_bit(calls) && lacks_lines());
     look_pause_ = milliseconds(0);
     if (agreement() == Agree::first) {
       if (!is_nccl_) {
@@ -330,8 +359,7 @@ void GroupRecord::begin(std::string text) {
       }
     }
   }
-  // Read once, now that the others have been here: later the store may be gone.
-  if (is_second) look(milliseconds(0));
+  if (looks) look(milliseconds(0));
   if (compares) meet();
 }
 
@@ -423,6 +451,25 @@ void GroupRecord::look(milliseconds limit) {
   looked_.wait_for(lock, limit, [&] { return looks_done_ >= wanted; });
 }
 
+void GroupRecord::hold_lines(
+    const std::vector<std::optional<ProcessMark>>& processes,
+    const std::function<std::string(const std::string&)>& get) {
+  for (int other = 0; other < size; ++other) {
+    const auto r = static_cast<std::size_t>(other);
+    if (!processes[r] || !processes[r]->is_elsewhere()) continue;
+    if (!listens_) {
+      listens_ = true;
+      store_->set(key("line", rank), bytes_of(Lifeline::address()));
+    }
+    // Under the lock only this thread writes, so it may read without.
+    if (!looks_after(other) || lines_[r]) continue;
+    const std::string address = get(key("line", other));
+    auto line = address.empty() ? nullptr : Lifeline::to(address, kFirstAnswer);
+    const std::lock_guard lock(mutex_);
+    lines_[r] = std::move(line);
+  }
+}
+
 void GroupRecord::exchange_histories() {
   for (;;) {
     int64_t asked = 0;
@@ -463,6 +510,7 @@ void GroupRecord::exchange_histories() {
             processes[r] = ProcessMark::decode(get(key("process", other)));
           }
         }
+        hold_lines(processes, get);
       }
     } catch (const std::exception&) {
       // The store went with the rank that served it; the backend, or the

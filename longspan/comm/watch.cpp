@@ -86,10 +86,14 @@ std::optional<ProcessMark> ProcessMark::decode(std::string_view text) {
   return mark;
 }
 
-bool ProcessMark::is_gone() const {
+bool ProcessMark::is_elsewhere() const {
   static const std::string here = this_machine();
+  return machine != here;
+}
+
+bool ProcessMark::is_gone() const {
   // Where /proc does not show this process itself it says nothing of others.
-  if (machine != here || started == 0 || !state_of(getpid())) return false;
+  if (is_elsewhere() || started == 0 || !state_of(getpid())) return false;
   const auto now = state_of(pid);
   return !now || now->started != started || now->state == 'Z' ||
          now->state == 'X';

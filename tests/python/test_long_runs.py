@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,19 @@ def test_a_pulled_cable_ends_every_rank_in_time(host: int) -> None:
         assert_all_lost(processes, time.monotonic())
         network.plug(host)
         results_of(outputs_of(on_hosts(network, 20)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cables")
+def test_a_rank_killed_on_another_host_is_noticed_within_a_message() -> None:
+    """Its host answers that nobody listens any more; gloo alone waits for the deadline, 60 s."""
+    with hosts.hosts_of(2) as network:
+        network.slow(1, 400_000_000)  # so that it dies within a message
+        output = outputs_of(network.start("lost_ranks.py", "1.5"), timeout=100)[0]
+        found = re.search(r"LOST after ([\d.-]+) s: (.*)", output)
+        assert found is not None, output[-2000:]
+        assert float(found[1]) < 10  # a busy machine; 0.5 s on an idle one
+        assert "rank 1: process 1 on " in found[2] and " is gone" in found[2], found[2]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "longspan/comm/detail/call_history.h"
+#include "longspan/comm/detail/lifeline.h"
 #include "longspan/comm/detail/watch.h"
 
 namespace longspan {
@@ -105,8 +107,13 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   void throw_if_interrupted();
   void throw_if_different();
   std::vector<int> gone_ranks();
-  /// One that said it does not go on.
-  std::optional<int> rank_that_quit();
+  /// One that does not go on, or was lost, as a rank said.
+  std::optional<int> rank_said_lost();
+  /// Whether this rank looks after that one, on another machine. Two on either
+  /// side do, and tell the rest.
+  bool looks_after(int other) const;
+  /// Whether a line to such a rank is not there yet.
+  bool lacks_lines() const;
 
   void check_others(std::chrono::steady_clock::duration waited);
   void meet();
@@ -114,6 +121,10 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   /// and `limit` is how long the caller waits for that.
   void look(std::chrono::milliseconds limit);
   void exchange_histories();
+  /// Lets ranks on other machines see this process end, and looks after some
+  /// of them in turn; of exchange_histories().
+  void hold_lines(const std::vector<std::optional<ProcessMark>>& processes,
+                  const std::function<std::string(const std::string&)>& get);
   std::string key(const char* what, int of) const;
 
   std::mutex mutex_;
@@ -128,6 +139,7 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   bool begun_ = false;  // the call under way is in the history
   Histories others_;
   std::vector<std::optional<ProcessMark>> processes_;
+  std::vector<std::shared_ptr<Lifeline>> lines_;
   SeenTexts seen_;
   std::optional<bool> is_nccl_;
   bool disagreed_ = false;  // which is why it is interrupted
@@ -141,6 +153,7 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   // Of exchange_histories() alone.
   c10::intrusive_ptr<c10d::Store> store_;
   std::string published_;
+  bool listens_ = false;
   std::atomic<bool> marked_ = false;
 };
 

@@ -24,6 +24,9 @@ struct ProcessMark {
   /// process that is stopped has not ended.
   bool is_gone() const;
 
+  /// Whether it runs where is_gone() cannot see it.
+  bool is_elsewhere() const;
+
   std::string to_string() const;  ///< "process 77 on node3"
 };
 
