@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from longspan._arguments import check_whole, is_whole, wrong
@@ -34,6 +32,7 @@ from longspan._cross_entropy import linear_cross_entropy
 from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention, Parallelized
 from longspan._twins import kind_of
+from longspan._wrappings import is_fully_sharded, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +133,7 @@ def head_of(part: PreTrainedModel) -> nn.Linear:
     if head is None or kind_of(head) is not nn.Linear:
         raise CannotTile(f"the output layer of {name} is {type(head).__name__}, not nn.Linear")
     assert isinstance(head, nn.Linear)
-    hooks = not isinstance(head, FSDPModule) and (head._forward_hooks or head._forward_pre_hooks)
+    hooks = not is_fully_sharded(head) and (head._forward_hooks or head._forward_pre_hooks)
     if hooks or "forward" in vars(head):
         raise CannotTile(f"somebody looks into the output layer of {name}")
     return head
@@ -211,7 +210,7 @@ class TiledLoss:
             return False
         if not isinstance(options.get(KEYWORD), LocalAttention):
             return False
-        if isinstance(self.head.weight, DTensor) and not isinstance(self.head, FSDPModule):
+        if is_sharded(self.head.weight) and not is_fully_sharded(self.head):
             return False  # whatever cut it does not put it together for this
         words: int = self.head.out_features
         return self.tile is not None or labels.numel() * words * 4 > _WORTH_TILES

@@ -75,6 +75,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard went over it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; writing there writes the tensor."""
     if not is_sharded(tensor):
@@ -96,7 +102,7 @@ def _managed(model: nn.Module) -> Iterator[_Managed]:
         who = f"`{name}`" if name else "the model"
         if isinstance(module, DistributedDataParallel):
             yield from _managed_by_ddp(module, who)
-        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        elif is_fully_sharded(module):
             yield from _managed_by_fully_shard(module, who)
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
