@@ -302,6 +302,7 @@ using LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
 
 struct LinearCrossEntropy : LossInputs {
   int64_t wanted = 0;
+  bool kept_is_ours = false;
 
   using Result = LossResult;
   static constexpr auto kSchema =
@@ -341,7 +342,12 @@ struct LinearCrossEntropy : LossInputs {
     }
     const auto made = [&](int64_t which, const at::Tensor& sums,
                           at::ScalarType type) {
-      return wanted & which ? (sums * grads[0]).to(type) : at::Tensor();
+      if (!(wanted & which)) return at::Tensor();
+      // That of the weight may be a gigabyte: it exists once where it can.
+      // A tensor of its own, which a parameter can take as it is.
+      at::Tensor all = sums;
+      return (kept_is_ours ? all.mul_(grads[0]).detach() : all * grads[0])
+          .to(type);
     };
     const at::ScalarType type = kept[0].scalar_type();
     return {made(kHidden, kept[0], type), made(kWeight, kept[1], type),

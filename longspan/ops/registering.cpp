@@ -1,5 +1,8 @@
 #include "longspan/ops/registering.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -13,6 +16,19 @@ void refuse_second_derivative(const char* who) {
       join(who,
            ": there is no second derivative; call backward without "
            "create_graph"));
+}
+
+bool is_last_use(const Tensors& kept) {
+  if (torch::autograd::get_current_graph_task_keep_graph()) return false;
+  // Autograd, the list that it was unpacked into, `kept`, and the object that
+  // Python made of an output, which lives as long as the tensor.
+  constexpr std::size_t kHolders = 4;
+  return std::all_of(kept.begin(), kept.end(), [](const at::Tensor& t) {
+    return !t.key_set().has_any(c10::DispatchKeySet(
+               {c10::DispatchKey::Python, c10::DispatchKey::Functionalize})) &&
+           !t.is_meta() && t.use_count() <= kHolders &&
+           t.storage().use_count() == 1;
+  });
 }
 
 at::Tensor empty_as(const at::Tensor& t) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -47,6 +48,9 @@ namespace longspan {
 ///                       keep(outputs) named and the gradients d of all
 ///                       outputs. keep may also drop arguments.
 ///   constants(outputs)  outputs without a gradient
+///   kept_is_ours        a bool that is set before gradients(): whether what
+///                       was kept is read for the last time (see is_last_use);
+///                       d is then undefined where no gradient comes
 ///   kDerivativeOf       who refuses a second derivative
 ///   together(run)       calls run(), which is the operator's, with what has to
 ///                       be done around it, such as telling other ranks
@@ -94,6 +98,11 @@ template <class T>
 bool asks_for_gradient(const T& /*other*/) {
   return false;
 }
+
+/// Whether this backward pass is the last to read what autograd kept, and no
+/// other tensor shares its memory: then it may be overwritten. Only for outputs
+/// that callers never see, since it cannot be known whether Python holds one.
+bool is_last_use(const Tensors& kept);
 
 /// Arguments in the form that autograd keeps: tensors, and everything else.
 struct KeptArguments {
@@ -248,6 +257,13 @@ class Operator<Op, std::tuple<T&...>> {
       ctx->save_for_backward(std::move(kept.tensors));
       ctx->saved_data["others"] =
           c10::ivalue::Tuple::create(std::move(kept.others));
+      if constexpr (requires { op.kept_is_ours; }) {
+        // Nor are there zeros as large as what was kept, as its gradients.
+        ctx->set_materialize_grads(false);
+        // A hook may have shown them to somebody.
+        ctx->saved_data["shown"] =
+            at::SavedTensorDefaultHooks::get_hooks().has_value();
+      }
       if constexpr (requires { op.constants(outputs); }) {
         ctx->mark_non_differentiable(op.constants(outputs));
       }
@@ -262,10 +278,13 @@ class Operator<Op, std::tuple<T&...>> {
       RestoredArguments kept{saved, values};
       Op op;
       std::apply([&](T&... field) { (kept.take(field), ...); }, Op::fields(op));
-      Tensors gradients = std::as_const(op).gradients(
-          Tensors(saved.begin() + static_cast<int64_t>(kept.next_tensor),
-                  saved.end()),
-          grads);
+      const Tensors outputs(
+          saved.begin() + static_cast<int64_t>(kept.next_tensor), saved.end());
+      if constexpr (requires { op.kept_is_ours; }) {
+        op.kept_is_ours =
+            !ctx->saved_data.at("shown").toBool() && is_last_use(outputs);
+      }
+      Tensors gradients = std::as_const(op).gradients(outputs, grads);
       gradients.resize(sizeof...(T));
       return gradients;
     }

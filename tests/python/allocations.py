@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,14 @@ def peak_of_step(model: Any, local: dict[str, Any]) -> int:
     for _ in range(2):  # whatever is made once is made
         model(**local).loss.backward()
         model.zero_grad()
+    return peak_of(lambda: model(**local).loss.backward())
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """The most bytes that were there at once, beyond those before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        model(**local).loss.backward()
+        run()
     assert profile.profiler is not None
     events = list(profile.profiler.kineto_results.experimental_event_tree())
     allocations = []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from allocations import peak_of
 from torch import Tensor
 
 import longspan
@@ -275,6 +276,37 @@ def test_backward_twice_and_no_second_derivative() -> None:
         again = linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction).loss.sum()
         with pytest.raises((ValueError, RuntimeError), match="second derivative"):
             torch.autograd.grad(again, hidden, create_graph=True)
+
+
+def test_what_was_kept_becomes_the_gradient_where_nobody_else_can_see_it() -> None:
+    """A gradient of a gigabyte exists once."""
+
+    def gradient(**options: Any) -> Tensor:
+        hidden, weight, labels, _ = problem(torch.float32)
+        loss = 3 * linear_cross_entropy(hidden, weight, labels).loss
+        first = torch.autograd.grad(loss, weight, **options)[0]
+        if options:
+            assert torch.autograd.grad(loss, weight)[0].equal(first)
+        return first
+
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    alone = gradient()
+    assert gradient(retain_graph=True).equal(alone)
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+        assert gradient().equal(alone)
+    assert seen and all(one.equal(before) for one, before in seen)
+
+
+def test_backward_makes_no_second_gradient_of_the_weight() -> None:
+    hidden, weight, labels, _ = problem(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels).loss / 7
+    assert peak_of(loss.backward) < weight.nbytes
+    assert weight.grad is not None
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
