@@ -22,7 +22,8 @@ from longspan._arguments import (
     wrong,
 )
 from longspan._group import Group, hash_value
-from longspan._local_batch import LocalBatch
+from longspan._images import add_pictures, without_pictures
+from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._model_batch import (
     add_attention,
     check_group,
@@ -421,8 +422,11 @@ def share(
 ) -> LocalBatch:
     """One rank's share of a batch: read, cut, and with what the layers of a model want.
     Without a layout it is what the model was told, or head-tail."""
+    pictures: Mapping[str, Any] = {}
     if state is not None:
         batch = documents_of_seq_idx(counted_from_zero(batch, state.first_position))
+        if state.eyes is not None:
+            batch, pictures = without_pictures(batch)
     rows, others = reading.rows_of(batch)
     if layout is None:
         layout = "head-tail" if state is None else state.layout
@@ -436,11 +440,14 @@ def share(
     also = {
         "strategy": state.strategy,
         "num_items_in_batch": None if divisor is None else _divisor(reading.who, divisor),
+        **pictures,
     }
     local, packed = _cut(
         reading.who, batch, rows, others, place, agreement, layout, form, multiple, also
     )
     add_attention(local, packed, dict(rows.tokens).keys(), targets, state)
+    if pictures:
+        local[KEYWORD].routes = add_pictures(local, batch["input_ids"], pictures, state.eyes)
     if state.first_position:
         local["position_ids"] = local["position_ids"] + state.first_position
     return local

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -109,6 +109,8 @@ class Parallelized:
     first_position: int = 0
     #: What let the model in, in words.
     proof: str = ""
+    #: The configuration of a model that reads images, and of its towers.
+    eyes: Any = None
     #: What is done in tiles (`longspan._tiles`), and what is not, in words.
     tiles: Any = None
     tiled: list[str] = field(default_factory=list)
@@ -135,7 +137,7 @@ class Parallelized:
         self.undo.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         vars(owner)[attribute] = value
 
-    def look_before(self, module: torch.nn.Module, function: Callable[..., None]) -> None:
+    def look_before(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
         """Calls it with the arguments of every call of one instance."""
         self._look(functools.partial(module.register_forward_pre_hook, function, with_kwargs=True))
 
@@ -241,6 +243,8 @@ class LocalAttention:
         self.strategy = strategy
         self.groups = groups
         self.targets: Targets | None = None  #: of the batch; None where nobody asks
+        #: Where features of pictures go, by kind; see `longspan._images`.
+        self.routes: Mapping[str, Any] = {}
         self._layouts: dict[Sight, AttentionLayout] = {}
         for window, reach in ((None, None), *sights):
             self.layout(window, reach)

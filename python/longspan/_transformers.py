@@ -20,6 +20,8 @@ import torch
 from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
+from longspan._images import beside_towers, check_pictures, has_eyes
+from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
 from longspan._models import AttentionLayer, LocalAttention, Parallelized
@@ -111,14 +113,14 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     for part in found:
         _check_model(part)
         _check_rotation(part)
-    for name, module in model.named_modules():
+    for name, module in beside_towers(model):
         if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
             raise NotImplementedError(
                 f"parallelize: '{name}' ({type(module).__name__}) mixes tokens outside attention, "
                 f"which cutting the tokens would change"
             )
     layers = []
-    for name, module in model.named_modules():
+    for name, module in beside_towers(model):
         if is_attention(module):
             if not module.is_causal:
                 raise NotImplementedError(
@@ -183,7 +185,7 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     AttentionInterface.register(_NAME, attention)
     copies: dict[int, Any] = {}
     ours: dict[int, Any] = {}
-    for module in model.modules():
+    for _, module in beside_towers(model):
         config = vars(module).get("config")
         if not _is_config(config):
             continue
@@ -196,6 +198,7 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
+    redirect_images(model, state)
     _tiles.redirect(whole_models(model), state)
     for part in _pretrained(model):
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
@@ -249,6 +252,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         check_inputs("shard", batch)
     parts = list(_pretrained(model))
+    check_pictures("shard", model, batch)
     check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
     _routers.check_batch(model, parts, batch)
     for recipe in {recipe.family: recipe for _, _, recipe in recipes_in(model)}.values():
@@ -302,7 +306,7 @@ def _check_model(part: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"parallelize: {name} has an encoder; give a decoder")
     for tower in ("vision_config", "audio_config"):
-        if getattr(config, tower, None) is not None:
+        if getattr(config, tower, None) is not None and not has_eyes(config):
             raise NotImplementedError(
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
@@ -410,6 +414,6 @@ def _pretrained(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
         import transformers  # noqa: F401
     except ImportError:
         return
-    for module in model.modules():
+    for _, module in beside_towers(model):
         if _is_pretrained(module):
             yield module  # type: ignore[misc]

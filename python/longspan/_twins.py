@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longspan._images import is_tower, without_towers
 from longspan._shrinking import depth, shrunk
 
 #: Modules that hold another one and leave its calls as they are.
@@ -70,7 +71,8 @@ def parts_of(model: nn.Module) -> frozenset[Part]:
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name, as if nobody had wrapped or adapted them."""
+    """Modules by name, as if nobody had wrapped or adapted them; towers for images, which
+    see no tokens, are left out."""
     stack: list[tuple[str, nn.Module]] = [("", model)]
     while stack:
         name, module = stack.pop()
@@ -78,7 +80,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
         prefix = name + "." if name else ""
         for key, child in reversed(module._modules.items()):
-            if child is not None:
+            if child is not None and not is_tower(module, key):
                 stack.append((prefix + key, child))
 
 
@@ -173,7 +175,7 @@ def build_twin(model: Any) -> Any:
     best: Any = None  # made of the same, but for switches that some layers have
     for layers in choices:
         try:
-            twin = _built(kind_of(model), shrunk(config, layers))
+            twin = _built(kind_of(model), without_towers(shrunk(config, layers)))
         except Exception as error:  # whatever constructors raise
             why = why or error
             continue

@@ -3,6 +3,7 @@ in them, and what is right: the same model on each document alone."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -59,16 +60,24 @@ def whole(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> An
     return with_random_weights(model, dtype)
 
 
-def with_eyes(family: str) -> Any:
+#: Patches of a soft token, along each side.
+POOLED = {"gemma4": 2, "gemma4_unified": 1}
+_PATCH = 2
+
+
+def with_eyes(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """The same with the tower that makes features of images."""
     name, _ = FAMILIES[family]
-    sizes: dict[str, Any] = {"mm_embed_dim": 16, "mm_posemb_size": 4}
+    sizes: dict[str, Any] = {"mm_embed_dim": 16, "mm_posemb_size": 16, "pooling_kernel_size": 1}
+    sizes |= {"patch_size": _PATCH, "output_proj_dims": 16}
     if family == "gemma4":
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        sizes |= {"patch_size": _PATCH, "pooling_kernel_size": 2, "position_embedding_size": 16}
     config = whole(family).config
     config.vision_config = getattr(transformers, name + "VisionConfig")(**sizes)
-    return getattr(transformers, name + "ForConditionalGeneration")(config)
+    made = getattr(transformers, name + "ForConditionalGeneration")(config)
+    return with_random_weights(made, dtype)
 
 
 def masks_of(model: Any, kinds: Tensor) -> list[Tensor]:
@@ -162,6 +171,123 @@ def answer_of(model: Any, case: Case) -> Answer:
             **{key: alone(batch[key]) for key in names},
             labels=alone(targets),
             shift_labels=alone(targets),
+            num_items_in_batch=count,
+            use_cache=False,
+        )
+        out.loss.backward()
+        loss += out.loss.item()
+        logits.append(out.logits[0].detach())
+    return Answer(loss, gradients_of(model), tuple(logits))
+
+
+# ---- Pictures whose features towers make.
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """A batch with pixels, the same documents one by one, and where they lie."""
+
+    batch: dict[str, Any]
+    alone: tuple[dict[str, Any], ...]
+    documents: tuple[Document, ...]
+
+
+#: Text is a number of tokens; a picture so many soft tokens wide and high, and its kind.
+Segment = int | tuple[int, int, str]
+_KEYS = {
+    "image": (1, _IMAGE, "pixel_values", "image_position_ids"),
+    "video": (2, _IMAGE - 1, "pixel_values_videos", "video_position_ids"),
+}
+
+
+def pictured(family: str, *rows: list[list[Segment]]) -> Pictures:
+    """Rows of documents, each of segments. Shorter pictures are padded with patches."""
+    pooled = POOLED[family]
+    most = pooled**2 * max(
+        s[0] * s[1] for row in rows for document in row for s in document if isinstance(s, tuple)
+    )
+    random = torch.Generator().manual_seed(11)
+    made, documents, alone = [], [], []
+    for at, row in enumerate(rows):
+        begin = 0
+        for document in row:
+            parts = [_segment(one, pooled, most, random) for one in document]
+            one = {key: torch.cat([p[key] for p in parts if key in p], -1) for key in _TOKENS}
+            for _, _, values, positions in _KEYS.values():
+                found = [p for p in parts if values in p]
+                if found:
+                    one[values] = torch.stack([p[values] for p in found])
+                    one[positions] = torch.stack([p[positions] for p in found])
+            size = len(one["input_ids"])
+            documents.append(Document(at, begin, begin + size))
+            alone.append(one)
+            begin += size
+        made.append(alone[len(alone) - len(row) :])
+    batch: dict[str, Any] = {
+        key: torch.stack([torch.cat([d[key] for d in row]) for row in made]) for key in _TOKENS
+    }
+    batch["position_ids"] = torch.stack(
+        [torch.cat([torch.arange(len(d["input_ids"])) for d in row]) for row in made]
+    )
+    for _, _, values, positions in _KEYS.values():
+        for key in (values, positions):
+            if any(key in d for d in alone):
+                batch[key] = torch.cat([d[key] for d in alone if key in d])
+    return Pictures(batch, tuple(alone), tuple(documents))
+
+
+_TOKENS = ("input_ids", "labels", KINDS)
+
+
+def _segment(
+    segment: Segment, pooled: int, most: int, random: torch.Generator
+) -> dict[str, Tensor]:
+    if isinstance(segment, int):
+        ids = torch.randint(3, _IMAGE - 2, (segment,), generator=random)
+        return {"input_ids": ids, "labels": ids, KINDS: torch.zeros_like(ids)}
+    width, height, kind = segment
+    number, token, values, positions = _KEYS[kind]
+    ids = torch.full((width * height,), token)
+    grid = torch.cartesian_prod(torch.arange(height * pooled), torch.arange(width * pooled))
+    places = torch.full((most, 2), -1)
+    places[: len(grid)] = grid.flip(-1)
+    pixels = torch.rand(most, 3 * _PATCH**2, generator=random, dtype=torch.float64)
+    pixels[len(grid) :] = 0
+    return {
+        "input_ids": ids,
+        "labels": torch.full_like(ids, IGNORED),
+        KINDS: torch.full_like(ids, number),
+        values: pixels,
+        positions: places,
+    }
+
+
+def answer_of_pictures(model: Any, case: Pictures) -> Answer:
+    """Every document alone with its own pictures, by transformers (SDPA). Features of videos
+    are made beside, since its forward does not hand on how many frames a video has."""
+
+    def shifted(labels: Tensor) -> Tensor:
+        made = torch.full_like(labels, IGNORED)
+        made[:-1] = labels[1:]
+        return made
+
+    whole_rows = [shifted(row) for row in case.batch["labels"]]
+    targets = [whole_rows[d.row][d.begin : d.end] for d in case.documents]
+    count = sum(int(one.ne(IGNORED).sum()) for one in targets)
+    loss, logits = 0.0, []
+    for one, target in zip(case.alone, targets, strict=True):
+        given = {key: one[key][None] for key in ("input_ids", KINDS)}
+        features = {}
+        for kind, (_, _, values, positions) in _KEYS.items():
+            if values in one:
+                features[kind] = model.model.get_image_features(
+                    one[values], one[positions], return_dict=True
+                )
+        out = model(
+            **given,
+            mm_encoder_outputs=features or None,
+            labels=target[None],
+            shift_labels=target[None],
             num_items_in_batch=count,
             use_cache=False,
         )

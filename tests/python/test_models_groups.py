@@ -28,7 +28,6 @@ from oracle.tiny_images import (
     masks_of,
     text_of,
     whole,
-    with_eyes,
 )
 from oracle.whole_models import check, put_together
 
@@ -253,15 +252,4 @@ def test_refuses_kinds_that_are_not_one_for_each_token() -> None:
     )
     assert message(batch[KINDS].unsqueeze(-1)) == (
         "shard: `mm_token_type_ids` is an int64 tensor [2, 23, 1]; expected whole numbers [B, S]"
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_refuses_towers_by_name(family: str) -> None:
-    """Features are made outside; the message says what to give instead."""
-    with pytest.raises(NotImplementedError) as error:
-        longspan.parallelize(with_eyes(family))
-    assert str(error.value) == (
-        f"parallelize: {type(whole(family)).__name__} also reads images or sound "
-        f"(vision_config); give its text decoder, as in the ...ForCausalLM class of the family"
     )

@@ -119,5 +119,5 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     processes = start_ranks("images_four_ranks.py", 4)
     outputs = outputs_of(processes, timeout=400)
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    said = [f"{family} {kind}" for family in FAMILIES for kind in ("fsdp", "ddp")]
+    said = [f"{family} {kind}" for family in (*FAMILIES, "towers") for kind in ("fsdp", "ddp")]
     assert [line for line in outputs[0].splitlines() if line in said] == said
