@@ -21,7 +21,7 @@ export CTEST_OUTPUT_ON_FAILURE := 1
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
 	@echo "make build, test-fast, lint, format    while you work"
-	@echo "make deep                              what CI adds: sanitize, race, wheel, cuda, a sample of mutate"
+	@echo "make deep                              what CI adds: the longest tests, sanitize, race, wheel, cuda, a sample of mutate"
 	@echo "make fuzz                              random calls that must be refused in our words"
 	@echo "make sweep                             every causal family of transformers, as docs/families.md"
 	@echo "make wheels                            for a cluster, named by torch, each tried"

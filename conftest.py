@@ -9,6 +9,7 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     config.addinivalue_line("markers", "slow: left out by make test-fast")
+    config.addinivalue_line("markers", "deep: takes long and is run by make deep alone")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

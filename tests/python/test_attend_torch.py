@@ -102,7 +102,7 @@ def test_operators_of_one_rank_pass_opcheck(packed: bool, with_sink: bool) -> No
     )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_processes_pass_opcheck_and_compile_once_for_every_length() -> None:
     outputs = outputs_of(start_ranks("attend_two_ranks.py", 2))
     assert all("done" in output for output in outputs), "\n----\n".join(outputs)

@@ -17,7 +17,9 @@ def test_there_are_many_ways_and_each_has_its_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "step"), [(2, 8), (3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "step"), [(2, 8), (3, 4), pytest.param(3, 1, marks=pytest.mark.deep)]
+)
 def test_every_rank_is_told_what_differs(ranks: int, step: int) -> None:
     """All ways run in the same processes, one group each, at a deadline of 60 s: with a third
     rank, which agrees with one of the others; some with two, of whom nobody can be right."""

@@ -185,7 +185,7 @@ def on_hosts(network: hosts.Hosts, steps: int, pause: float = 0) -> list[subproc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cables")
-@pytest.mark.parametrize("host", [0, 2])  # 0 has the store
+@pytest.mark.parametrize("host", [0, pytest.param(2, marks=pytest.mark.deep)])  # 0: the store
 def test_a_pulled_cable_ends_every_rank_in_time(host: int) -> None:
     with hosts.hosts_of(3) as network:
         processes = on_hosts(network, 10_000, pause=0.001)
@@ -209,7 +209,7 @@ def test_a_rank_killed_on_another_host_is_noticed_within_a_message() -> None:
         assert "rank 1: process 1 on " in found[2] and " is gone" in found[2], found[2]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("cables")
 def test_a_partition_that_heals_in_time_changes_nothing(
     without_faults: list[dict[str, Any]],
@@ -224,7 +224,7 @@ def test_a_partition_that_heals_in_time_changes_nothing(
             assert result["losses"] == without_faults[0]["losses"][:60]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("cables")
 def test_a_slow_link_is_waited_for_until_the_deadline(
     without_faults: list[dict[str, Any]],

@@ -19,7 +19,7 @@ from longspan import Group, comm, run_ranks
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.25])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.deep)])
 def test_a_rank_killed_within_a_message_is_noticed_and_named(ranks: int, delay: float) -> None:
     outputs = outputs_of(start_ranks("lost_ranks.py", ranks, str(delay)), timeout=100)
     for output in outputs[:-1]:

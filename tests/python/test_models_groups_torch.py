@@ -28,6 +28,7 @@ def every_third_is_text(lengths: list[int]) -> Case:
     return with_images(packed(lengths), [[int(at % 3 > 0) for at in range(sum(lengths))]])
 
 
+@pytest.mark.deep
 def test_one_graph_for_changing_images() -> None:
     model = whole("gemma4", torch.float32)
     text = longspan.parallelize(text_of(model))

@@ -166,7 +166,7 @@ def test_explain_counts_pairs() -> None:
     assert "window 5, 2 pools of 4 sink" in str(said) and "window 5, pools of 6 sink" in str(said)
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layer", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_one_graph_for_changing_lengths(layer: int) -> None:
     """The attention of a layer with pools, whole; experts break the model's graph."""
     torch._dynamo.reset()

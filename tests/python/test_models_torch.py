@@ -109,6 +109,7 @@ def step_named(compiled: Any, model: Any, local: Any) -> tuple[Tensor, dict[str,
     return loss, gradients_of(compiled)
 
 
+@pytest.mark.deep
 def test_inductor_over_two_ranks() -> None:
     case, small = packed([4, 9, 1, 11]), {"num_hidden_layers": 1}
     true = answer_of(decoder("llama", **small), case)
