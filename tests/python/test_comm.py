@@ -295,7 +295,7 @@ def test_a_program_with_groups_and_models_in_globals_ends_in_peace(way, backend)
     """Torch's groups end when they are destroyed, whoever still knows them: a thread
     of gloo that lets go of a tensor while the interpreter ends takes the process
     with it."""
-    ranks = start_ranks("exit_two_ranks.py", 2, way)
+    ranks = start_ranks("exit_two_ranks.py", 2, way, fresh=True)
     outputs = outputs_of(ranks)
     assert outputs == [f"Group(rank {rank} of 2 ({backend})) sent True\n" for rank in range(2)]
     assert [rank.returncode for rank in ranks] == [0, 0]
