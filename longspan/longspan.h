@@ -27,4 +27,5 @@
 #include "longspan/plan/halo_plan.h"
 #include "longspan/plan/plan.h"
 #include "longspan/plan/pool_plan.h"
+#include "longspan/plan/state_plan.h"
 #include "longspan/plan/strategy.h"

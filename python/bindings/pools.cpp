@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "longspan/attention/pool_tokens.h"
+#include "longspan/attention/state_tables.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/core/mask.h"
 #include "longspan/plan/attention_layout.h"
@@ -151,11 +152,52 @@ void bind_pool_plan(py::module_& m) {
       .def("__repr__", &PoolPlan::to_string);
 }
 
+void bind_state_plan(py::module_& m) {
+  py::class_<StatePlan>(m, "StatePlan")
+      .def_static(
+          "of",
+          [](const Ownership& ownership, std::vector<Mask> masks, int rank,
+             int64_t rows) {
+            return StatePlan::of(
+                AttentionLayout::of(ownership, std::move(masks)), rank, rows);
+          },
+          py::arg("ownership"), py::arg("masks"), py::arg("rank"),
+          py::arg("rows"), NoGil())
+      .def_property_readonly(
+          "runs",
+          [](const StatePlan& plan) {
+            std::vector<std::pair<int64_t, DocumentRun>> runs;
+            for (const auto& [row, run] : plan.runs()) {
+              runs.emplace_back(row, run);
+            }
+            return runs;
+          })
+      .def_property_readonly("chained", &StatePlan::chained)
+      .def_property_readonly("tables",
+                             [](const StatePlan& plan) {
+                               const StateTables tables = state_tables(plan);
+                               return std::tuple{tables.sends, tables.steps,
+                                                 tables.back_sends,
+                                                 tables.back_steps};
+                             })
+      .def(
+          "sent_bytes",
+          [](const StatePlan& plan, const std::string& pass,
+             int64_t bytes_per_transition, int64_t bytes_per_state) {
+            return plan.sent_bytes(bytes_per_transition, bytes_per_state,
+                                   pass_of("StatePlan", pass));
+          },
+          py::arg("pass"), py::arg("bytes_per_transition"),
+          py::arg("bytes_per_state"))
+      .def("__repr__", &StatePlan::to_string);
+}
+
 }  // namespace
 
 void bind_pools(py::module_& m) {
   bind_halo(m);
   bind_pool_plan(m);
+  bind_state_plan(m);
 }
 
 }  // namespace longspan::python

@@ -33,6 +33,7 @@ from longspan._models import (
     Groups,
     Parallelized,
     Pooling,
+    Recurrence,
     Selection,
     check_layout,
     find_state,
@@ -355,6 +356,8 @@ def _work(
     heads: Counter[tuple[int | None, int]] = Counter()
     for layer in layers:
         window = layer.window if layer.selects is None else layer.selects.slots
+        if layer.recurrence is not None:
+            window = 1  # as much for every token
         heads[window, 1] += layer.heads
         if layer.pools is not None and layer.pools.ratio is not None:
             ratio, selects = layer.pools.ratio, layer.pools.selects
@@ -385,6 +388,8 @@ def _cost(
         return _selected_cost(layer, layer.selects, cut, dtype, device)
     if layer.pools is not None:
         return _pooled_cost(layer, layer.pools, cut, dtype, device)
+    if layer.recurrence is not None:
+        return _recurrent_cost(layer, layer.recurrence, cut, dtype)
     made = layer.plan(cut, state.strategy, groups)
 
     def sent(which: str) -> int:
@@ -527,6 +532,30 @@ def _pooled_cost(
     )
 
 
+def _recurrent_cost(
+    layer: AttentionLayer, made: Recurrence, cut: _C.Cut, dtype: torch.dtype
+) -> LayerCost:
+    """Rows of the convolution come over borders, and a state for each run, however long. A
+    token is counted once for each head."""
+    rows, masks = len(cut.packings), layer.masks(cut)
+    halo = _C.HaloPlan.of(cut.ownership, masks, made.kernel - 1, cut.rank, rows)
+    plan = _C.StatePlan.of(cut.ownership, masks, cut.rank, rows)
+    pair = made.bytes_of_state(made.itemsize(dtype))
+    sent = {
+        way: halo.sent_bytes(way, made.channels * dtype.itemsize) + plan.sent_bytes(way, *pair)
+        for way in ("forward", "backward")
+    }
+    return LayerCost(
+        layer=layer,
+        strategy="borders" if made.transition is None else "borders and states",
+        steps=1,
+        pairs=sum(len(run) for _, run in halo.runs),
+        sent_forward=sent["forward"],
+        sent_backward=sent["backward"],
+        kernel="the model's own",
+    )
+
+
 def _selected_pairs(cut: _C.Cut, slots: int) -> int:
     """Keys of this rank's queries: all before in the document, or so many."""
     mine = cut.ownership.tokens_of(cut.rank)
@@ -562,6 +591,10 @@ def _columns(cost: LayerCost) -> tuple[str, ...]:
     if layer.pools is not None and layer.pools.ratio is not None:
         chosen = layer.pools.selects
         sees += f", {f'{chosen.slots} ' if chosen else ''}pools of {layer.pools.ratio}"
+    if layer.recurrence is not None:
+        sees = f"convolution of {layer.recurrence.kernel}"
+        if layer.recurrence.transition is not None:
+            sees += ", state"
     sees += " softcap" if layer.softcap else ""
     sees += " sink" if layer.sink else ""
     return (

@@ -249,7 +249,8 @@ def _around_head(twin: Any, live: LiveBytes, marks: dict[str, int]) -> Iterator[
 
 def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]) -> Inside:
     cut = attention.cut
-    plain = [layer for layer in layers if layer.selects is None and layer.pools is None]
+    others = ("selects", "pools", "recurrence")
+    plain = [one for one in layers if all(getattr(one, other) is None for other in others)]
     kinds = {(one.window, one.key_heads): one for one in plain}
     plans = [one.plan(cut, attention.strategy) for one in kinds.values()]
     trades = attention.strategy.name.startswith("head_parallel") and cut.ranks > 1

@@ -22,8 +22,11 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
-from longspan._pools import HaloPlan, PoolPlan
+from longspan._local_batch import real_tokens
+from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
+from longspan._scans import Borders, Scans
+from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
@@ -62,6 +65,35 @@ class Pooling:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """A layer that does not attend: a convolution of tokens, and a state that runs through
+    each document. Rows come over the borders of a share, and states are carried."""
+
+    kernel: int  #: tokens that the convolution sees
+    channels: int  #: that it has
+    #: What a run makes of a state: "matrix", "vector", "number" for each head; None: there
+    #: is no state.
+    transition: str | None = None
+    heads: int = 1
+    rows: int = 1  #: of the state of a head
+    columns: int = 1
+    chunk: int = 1  #: of its scan
+    doubles: bool = False  #: whether float64 layers have float64 states
+
+    def itemsize(self, dtype: torch.dtype) -> int:
+        """Of the numbers of a state."""
+        return 8 if self.doubles and dtype == torch.float64 else 4
+
+    def bytes_of_state(self, itemsize: int) -> tuple[int, int]:
+        """Of the transition and the state of one run, in the type of sums."""
+        if self.transition is None:
+            return 0, 0
+        per_head = {"matrix": self.rows * self.rows, "vector": self.rows, "number": 1}
+        size = self.heads * itemsize
+        return per_head[self.transition] * size, self.rows * self.columns * size
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """What one attention layer computes, as far as its module says."""
 
@@ -80,6 +112,8 @@ class AttentionLayer:
     selects: Selection | None = None
     #: A window whose rows are listed, and pools: `key_heads` is 1, and keys are values.
     pools: Pooling | None = None
+    #: No attention at all: `head_dim` and `value_dim` are the rows and columns of a state.
+    recurrence: Recurrence | None = None
 
     def masks(self, cut: _C.Cut, groups: Groups = ()) -> list[_C.Mask]:
         """Who sees whom in it, for each row or the stream of a batch."""
@@ -250,10 +284,16 @@ class LocalAttention:
             self.layout(window, reach)
         self._halos: dict[int, HaloPlan] = {}
         self._pools: dict[tuple[int, bool], PoolPlan] = {}
+        self._borders: dict[int, Borders] = {}
+        self._scans: dict[int, Scans] = {}
 
     def prepare(self, layers: Sequence[AttentionLayer]) -> None:
         """Makes the plans of these layers, which compiled code cannot."""
         for layer in layers:
+            if layer.recurrence is not None:
+                self.borders(layer.recurrence.kernel - 1)
+                if layer.recurrence.transition is not None:
+                    self.scans(layer.recurrence.chunk)
             if layer.pools is None:
                 continue
             host = torch.device("cpu")
@@ -281,6 +321,28 @@ class LocalAttention:
             found = PoolPlan(self.layout(), ratio, overlap=overlap, group=self.group, rows=rows)
             self._pools[ratio, overlap] = found
         return found
+
+    def borders(self, count: int) -> Borders:
+        """Where convolutions that look so many tokens back look over the borders of runs."""
+        found = self._borders.get(count)
+        if found is None:
+            found = Borders(self.halo(count), self.cut.local_tokens, real_tokens(self.cut))
+            self._borders[count] = found
+        return found
+
+    def scans(self, chunk: int) -> Scans:
+        """How the runs of [B, L, ..] are scanned by kernels with such chunks."""
+        found = self._scans.get(chunk)
+        if found is None:
+            rows = len(self.cut.packings)
+            plan = StatePlan(self.layout(), group=self.group, rows=rows)
+            found = Scans(plan, chunk, self.cut.local_tokens, rows)
+            self._scans[chunk] = found
+        return found
+
+    def tokens_before(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Of [B, L, ..] the tokens before each run: [runs * count, ..]."""
+        return tokens_before(x, self.halo(count), group=self.group)
 
     def layout(self, window: int | None = None, groups: str | None = None) -> AttentionLayout:
         """Owners and masks of layers with this window (None is causal), whose tokens of a

@@ -35,7 +35,7 @@ class HaloPlan:
         self, attention: AttentionLayout, count: int, *, group: Any = None, rows: int | None = None
     ) -> None:
         check_whole("HaloPlan", "count", count, 0)
-        self._share = _Share("HaloPlan", attention, group, rows)
+        self._share = Share("HaloPlan", attention, group, rows)
         self.count = int(count)
         self._plan = _C.HaloPlan.of(
             self._share.ownership, self._share.masks, self.count, *self._share.place
@@ -44,8 +44,8 @@ class HaloPlan:
         self.received = self._plan.received
         #: int64 [n, 4] on the CPU, as `exchange_needed` takes it.
         self.sends = self._plan.sends
-        self._places = _OnDevices(self._plan.places)
-        self._seen: _OnDevices | None = None
+        self._places = OnDevices(self._plan.places)
+        self._seen: OnDevices | None = None
 
     @property
     def runs(self) -> list[tuple[int, _C.DocumentRun]]:
@@ -61,7 +61,7 @@ class HaloPlan:
         """What a window of count + 1 tokens shows each local token, itself last: places
         in [local tokens; tokens that come], -1 for none. int32 [tokens, count + 1]."""
         if self._seen is None:
-            self._seen = _OnDevices(self._plan.seen)
+            self._seen = OnDevices(self._plan.seen)
         return self._seen.on(device)
 
     def sent_bytes(self, direction: str, *, bytes_per_token: int) -> int:
@@ -113,7 +113,7 @@ class PoolPlan:
     ) -> None:
         check_whole("PoolPlan", "ratio", ratio, 1)
         check_flags("PoolPlan", overlap=overlap)
-        self._share = _Share("PoolPlan", attention, group, rows)
+        self._share = Share("PoolPlan", attention, group, rows)
         self.ratio, self.overlap = int(ratio), overlap
         self._plan = _C.PoolPlan.of(
             self._share.ownership, self._share.masks, self.ratio, overlap, *self._share.place
@@ -123,11 +123,11 @@ class PoolPlan:
         #: Pools of this rank, and of all.
         self.here, self.total = self.sizes[self._share.place[0]], sum(self.sizes)
         lists, self.sends, merges, order, in_stream = self._plan.tables
-        self._tables = [_OnDevices(table) for table in (lists, merges, order)]
-        self._in_stream = _OnDevices(in_stream)
-        self._positions = _OnDevices(self._plan.positions)
-        self._windows = [_OnDevices(side) for side in self._plan.windows]
-        self._ended: _OnDevices | None = None
+        self._tables = [OnDevices(table) for table in (lists, merges, order)]
+        self._in_stream = OnDevices(in_stream)
+        self._positions = OnDevices(self._plan.positions)
+        self._windows = [OnDevices(side) for side in self._plan.windows]
+        self._ended: OnDevices | None = None
         self.whole, self.received = self._plan.whole, self._plan.received
         self.halves = self._plan.halves
 
@@ -144,7 +144,7 @@ class PoolPlan:
     def ended(self, device: torch.device) -> torch.Tensor:
         """The same as lists, -1 behind the last: int32 [tokens, most that one sees]."""
         if self._ended is None:
-            self._ended = _OnDevices(self._plan.ended)
+            self._ended = OnDevices(self._plan.ended)
         return self._ended.on(device)
 
     def tables(self, device: torch.device) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ def gather_pools(x: torch.Tensor, pools: PoolPlan, *, group: Any = None) -> torc
     return x.index_select(0, pools.in_stream(x.device))
 
 
-class _OnDevices:
+class OnDevices:
     """A tensor made on the host, and its copies where they were asked for."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -239,7 +239,7 @@ class _OnDevices:
         return found
 
 
-class _Share:
+class Share:
     """Whose tokens a plan is about, and how many there are of them."""
 
     def __init__(self, who: str, attention: Any, group: Any, rows: Any) -> None:

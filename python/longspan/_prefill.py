@@ -69,7 +69,7 @@ def _check(part: Any, model: torch.nn.Module, state: Any, batch: Mapping[str, An
     """What has no cache of plain keys and values."""
     name = type(part).__name__
     shared = getattr(part.config, "num_kv_shared_layers", 0)
-    if shared or any(layer.selects or layer.pools for layer in state.layers):
+    if shared or any(layer.selects or layer.pools or layer.recurrence for layer in state.layers):
         raise NotImplementedError(
             f"prefill: {name} keeps more, or less, than keys and values of each layer; let one "
             f"rank read the prompt, inside `with longspan.paused(model):`"

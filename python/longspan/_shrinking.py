@@ -23,7 +23,13 @@ _EMBEDDINGS = r"word_embed_proj_dim|\w*embed(ding)?_(size|dim)"
 #: has less than that already, it keeps what it has.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|num_\w+_key_value_heads", 2),
-    (r"\w*attention_heads\w*|num_heads|n_heads?", _HEADS),
+    (r"linear_num_key_heads", 2),
+    (r"\w*attention_heads\w*|num_heads|n_heads?|linear_num_(value_)?heads", _HEADS),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (r"n_groups|mamba_n_?groups", 2),
+    (r"mamba_d_state|ssm_state_size|state_size", 12),
+    (r"time_step_rank|mamba_dt_rank|adapter_rank", 4),
+    (r"chunk_size|mamba_chunk_size", 16),
     (r"global_head_dim", 2 * _HEAD_DIM),
     (r"head_dim|qk_nope_head_dim|v_head_dim|\w+_head_dim|kv_channels|d_kv|attention_head_size", 16),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank|laurel_rank|gated_norm_rank", 24),
@@ -68,6 +74,9 @@ def depth(config: Any) -> int:
         for key, value in vars(config).items()
         if isinstance(value, int) and re.fullmatch(_LAYERS, key)
     ]
+    kinds = vars(config).get("layers_block_type")
+    if not found and isinstance(kinds, list):
+        return len(kinds)
     text = vars(config).get("text_config")
     return max(found, default=0) if found or text is None else depth(text)
 
@@ -113,7 +122,9 @@ def _smaller_list(key: str, value: Any, every: int, layers: Sequence[int]) -> An
     made: list[Any]
     if len(value) == every > 0:
         made = [_smaller(key, value[layer], every, layers) for layer in layers]
-    elif re.search(r"layers$|layer_ids$|_idxs$", key) and all(isinstance(v, int) for v in value):
+    elif re.search(r"layers$|layer_ids$|_idxs$|layer_indices$", key) and all(
+        isinstance(v, int) for v in value
+    ):
         made = [place for place, layer in enumerate(layers) if layer in value]
     elif _TOKENS.fullmatch(key):
         made = [min(v, VOCABULARY - 1) if isinstance(v, int) else v for v in value]
@@ -162,9 +173,32 @@ def _relate(entries: dict[str, Any], before: dict[str, Any]) -> None:
             entries["head_dim"] = 8
         if "qk_head_dim" in entries and "qk_nope_head_dim" in entries:
             entries["qk_head_dim"] = entries["qk_nope_head_dim"] + 8
+    _relate_states(entries, before)
     experts = [value for key, value in entries.items() if _size(key) == 8 and "expert" in key]
     if entries.get("n_group") and experts and isinstance(experts[0], int):
         entries["n_group"] = min(entries["n_group"], max(experts[0] // 2, 1))
+
+
+def _relate_states(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    """Heads of layers with states fill what their inputs are expanded to."""
+    if before.get("attention_hidden_size") == 2 * before.get("hidden_size", 0):
+        entries["attention_hidden_size"] = 2 * entries["hidden_size"]
+        entries["attention_head_dim"] = 2 * entries["hidden_size"] // _HEADS
+    wide = entries.get("expand", entries.get("mamba_expand"))
+    if not isinstance(wide, (int, float)):
+        return
+    inside = int(wide * entries["hidden_size"])
+    if entries.get("mamba_d_ssm"):
+        entries["mamba_d_ssm"] = inside
+    for heads, size in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("n_mamba_heads", "mamba_headdim"),
+        ("mamba_num_heads", "mamba_head_dim"),
+    ):
+        if isinstance(entries.get(size), int) and entries.get(heads):
+            entries[size] = inside // entries[heads]
+    if "state_size" in entries and "num_heads" in entries:
+        entries["num_heads"] = inside // entries["head_dim"]
 
 
 def _share(key_heads: int, heads: int, of: int) -> int:

@@ -113,7 +113,10 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     for part in found:
         _check_model(part)
         _check_rotation(part)
+    carried = [name for name, _, recipe in recipes_in(model) if recipe.carries]
     for name, module in beside_towers(model):
+        if name.rpartition(".")[0] in carried:
+            continue  # a recipe answers for it
         if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
             raise NotImplementedError(
                 f"parallelize: '{name}' ({type(module).__name__}) mixes tokens outside attention, "
@@ -121,14 +124,18 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             )
     layers = []
     for name, module in beside_towers(model):
-        if is_attention(module):
+        recipe = recipe_for(module)
+        if recipe is not None and recipe.layer is not None and recipe.carries:
+            layers.append(recipe.layer(name, module))
+        elif is_attention(module):
             if not module.is_causal:
                 raise NotImplementedError(
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
                     f"understood"
                 )
-            recipe = recipe_for(module)
-            layers.append((_layer if recipe is None else recipe.layer)(name, module))
+            made = _layer if recipe is None else recipe.layer
+            assert made is not None
+            layers.append(made(name, module))
     if not layers:
         raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
     return layers
@@ -311,14 +318,17 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
             )
-    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for _, _, recipe in recipes_in(part)))
+    recipes = [recipe for _, _, recipe in recipes_in(part)]
+    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for recipe in recipes))
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in known:
             raise NotImplementedError(
                 f"parallelize: {name} has layers of kind '{kind}'; understood are "
                 f"{' and '.join(_LAYER_KINDS)}"
             )
-    if not getattr(part, "_supports_attention_backend", False):
+    # Families with states do without this word, and the ruler sees how they attend.
+    by_name = any(recipe.carries for recipe in recipes)
+    if not by_name and not getattr(part, "_supports_attention_backend", False):
         raise NotImplementedError(
             f"parallelize: {name} does not look its attention up by name "
             f"(_supports_attention_backend is not set), so it cannot be redirected"

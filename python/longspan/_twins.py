@@ -231,7 +231,9 @@ def _choices(model: nn.Module, every: int) -> tuple[str, list[Sequence[int]]]:
     few = min(every, 2)
     some = sorted({*first.values(), *(range(few) if len(first) == 1 else ())})
     prefix = range(max(*first.values(), few - 1) + 1)
-    return stack, [some, prefix, range(every)]
+    # Layers that share weights with the next of their kind want it there.
+    again = {kind: layer for layer, kind in reversed(list(enumerate(kinds))) if layer not in some}
+    return stack, [some, prefix, sorted({*some, *again.values()}), range(every)]
 
 
 def _built(kind: type, config: Any) -> Any:

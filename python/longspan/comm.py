@@ -17,14 +17,17 @@ from longspan._C import needed_table, received_ranges
 from longspan._group import Group, LostPeer, agree
 from longspan._pools import HaloPlan, tokens_before
 from longspan._randomness import rank_seed, seeded_ranks
+from longspan._states import StatePlan, carry_states
 
 __all__ = [
     "HaloPlan",
     "LostPeer",
+    "StatePlan",
     "agree",
     "all_gather_tokens",
     "all_to_all_heads",
     "all_to_all_tokens",
+    "carry_states",
     "exchange_needed",
     "in_layer",
     "needed_table",

@@ -248,13 +248,144 @@ def _pooling(**others: Any) -> Any:
 POOLING: dict[str, Callable[..., Any]] = {"deepseek_v4": _pooling}
 
 
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "num_experts": 0,
+    "experts_implementation": "eager",
+}
+_KIMI: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense"],
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "linear_head_dim": 6,
+    "linear_num_heads": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 16,
+    "num_local_experts": 0,
+}
+
+#: Recurrent and convolutional layers.
+STATEFUL: dict[str, Callable[..., Any]] = {
+    "lfm2": _decoder("Lfm2ForCausalLM", "Lfm2Config", layer_types=["conv", "full_attention"]),
+    "lfm2_moe": _decoder(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        experts_implementation="eager",
+    ),
+    "qwen3_next": _decoder("Qwen3NextForCausalLM", "Qwen3NextConfig", **_DELTA),
+    "qwen3_5": _decoder("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_DELTA),
+    "qwen3_5_moe": _decoder(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        **_DELTA | {"num_experts": 4, "num_experts_per_tok": 2},
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "olmo_hybrid": _decoder(
+        "OlmoHybridForCausalLM", "OlmoHybridConfig", **_DELTA | {"linear_num_key_heads": 4}
+    ),
+    "kimi_linear": _decoder(
+        "KimiLinearForCausalLM", "KimiLinearConfig", num_local_experts=4, **_KIMI
+    ),
+    "bailing_hybrid": _decoder(
+        "BailingHybridForCausalLM", "BailingHybridConfig", num_local_experts=4, **_KIMI
+    ),
+    "mamba2": _decoder(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        num_heads=4,
+        head_dim=16,
+        state_size=6,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "bamba": _decoder("BambaForCausalLM", "BambaConfig", attn_layer_indices=[1], **_MAMBA),
+    "falcon_h1": _decoder("FalconH1ForCausalLM", "FalconH1Config", mamba_d_ssm=64, **_MAMBA),
+    "granitemoehybrid": _decoder(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        layer_types=["linear_attention", "full_attention"],
+        shared_intermediate_size=16,
+        **_MAMBA,
+    ),
+    "nemotron_h": _decoder(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+        ssm_state_size=6,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "zamba2": _decoder(
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        n_mamba_heads=4,
+        mamba_ngroups=2,
+        mamba_d_state=6,
+        chunk_size=16,
+        adapter_rank=4,
+    ),
+    "mamba": _decoder("MambaForCausalLM", "MambaConfig", state_size=6),
+    "falcon_mamba": _decoder("FalconMambaForCausalLM", "FalconMambaConfig", state_size=6),
+    "jamba": _decoder(
+        "JambaForCausalLM",
+        "JambaConfig",
+        num_hidden_layers=3,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=6,
+        experts_implementation="eager",
+    ),
+    "zamba": _decoder(
+        "ZambaForCausalLM",
+        "ZambaConfig",
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        n_mamba_heads=2,
+        mamba_d_state=6,
+    ),
+}
+
+
 def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A model with random weights, the same in every process and type. Options are of its
     configuration."""
     if family in SELECTING and not _has_seams():
         pytest.skip("this transformers has other layers with selected keys, which are refused")
     torch.manual_seed(0)
-    made = (FAMILIES | OTHERS | SELECTING | POOLING)[family](**options)
+    made = (FAMILIES | OTHERS | SELECTING | POOLING | STATEFUL)[family](**options)
     return with_random_weights(made, dtype)
 
 

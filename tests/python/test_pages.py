@@ -19,6 +19,7 @@ PAGES = [
     ("memory", 2),
     ("pools", 1),
     ("selected", 1),
+    ("states", 1),
     ("strategies", 1),
     ("trainers", 1),
 ]

@@ -47,10 +47,12 @@ MODULES = {
     "comm": [
         "HaloPlan",
         "LostPeer",
+        "StatePlan",
         "agree",
         "all_gather_tokens",
         "all_to_all_heads",
         "all_to_all_tokens",
+        "carry_states",
         "exchange_needed",
         "in_layer",
         "needed_table",

@@ -22,9 +22,8 @@ REFUSED = {
     "gptj": "GPTJForCausalLM does not look its attention up by name",
     "llama, dynamic": "chooses its rotary frequencies by the longest position at hand",
     "llama4_text, full layers": "'model.layers.3.self_attn' (Llama4TextAttention) goes by the pla",
-    "mamba": "MambaForCausalLM has layers of kind 'linear_attention'",
     "nemotron": "'model.layers.0.self_attn' (NemotronAttention) is not handed the keyword",
-    "qwen3_next": "Qwen3NextForCausalLM has layers of kind 'linear_attention'",
+    "recurrent_gemma": "'model.layers.0.temporal_block.conv_1d' (Conv1d) mixes tokens",
 }
 
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from longspan._recipes import deepseek_v4, selected_keys
+from longspan._recipes import deepseek_v4, selected_keys, states
 from longspan._recipes.recipe import Recipe, class_names
 
 __all__ = ["RECIPES", "Recipe", "recipe_for", "recipes_in"]
 
-RECIPES: tuple[Recipe, ...] = (*selected_keys.RECIPES, *deepseek_v4.RECIPES)
+RECIPES: tuple[Recipe, ...] = (
+    *selected_keys.RECIPES,
+    *deepseek_v4.RECIPES,
+    *states.RECIPES,
+)
 _BY_CLASS = {recipe.attention: recipe for recipe in RECIPES}
 
 

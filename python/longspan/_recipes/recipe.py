@@ -23,13 +23,16 @@ class Recipe:
     #: Kinds of layers, in the configuration's words, that it answers for.
     layer_kinds: frozenset[str]
     #: What one attention module computes: (name, module).
-    layer: Callable[[str, Any], AttentionLayer]
+    #: None where it is none, but on the way to one.
+    layer: Callable[[str, Any], AttentionLayer] | None
     #: Replaces methods of one attention module; raises before it does where this
     #: module is not what the recipe was written for: (name, module, state).
     redirect: Callable[[str, Any, Parallelized], None]
     #: Where the model looks for masks that are ready, so that it builds none: keys of the
     #: mapping it takes as `attention_mask`.
     masks: tuple[str, ...] = ()
+    #: Its module does not attend, but carries states or rows over borders.
+    carries: bool = False
     #: Refuses a batch that the family would get wrong: (who, model, batch).
     check_batch: Callable[[str, torch.nn.Module, Mapping[str, Any]], None] | None = None
 

@@ -51,10 +51,22 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
     "reformer": {"axial_pos_embds": False, "is_decoder": True},
 }
 
+#: Families whose layers want another of their kind.
+_LAYERS = {"zamba": 4}
+
 _MORE: tuple[Family, ...] = (
+    Family(
+        "lfm2, convolutions",
+        "lfm2",
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    ),
     Family(
         "llama, yarn", "llama", {"rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 4.0}}
     ),
@@ -184,7 +196,7 @@ _MORE: tuple[Family, ...] = (
 def families() -> list[Family]:
     """Every causal family, then more configurations of some."""
     named = [
-        Family(kind, kind, {"is_decoder": True} | _NEEDED.get(kind, {}))
+        Family(kind, kind, {"is_decoder": True} | _NEEDED.get(kind, {}), _LAYERS.get(kind, 2))
         for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ]
     return [*named, *_MORE]
@@ -195,7 +207,7 @@ SAMPLE = (
     *("afmoe", "apertus", "bert", "camembert", "deepseek_v2", "ernie4_5_moe", "exaone4"),
     *("granitemoe_swa", "gpt_neox", "gptj", "helium", "jetmoe", "laguna", "llama, dynamic"),
     *("llama4_text, full layers", "mamba", "mllama", "modernbert-decoder", "moshi, window"),
-    *("nemotron", "opt", "qwen3_next", "smollm3", "xlm-roberta", "youtu"),
+    *("nemotron", "opt", "qwen3_next", "recurrent_gemma", "xlm-roberta", "youtu"),
 )
 
 

@@ -6,16 +6,19 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from oracle.all_double import AllDouble
 from oracle.tiny_decoders import IGNORED, Case, packed, padded
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import longspan
 from longspan import Group, run_ranks
+from longspan._recipes import recipes_in
 from sweep.families import Family, made
 
 #: Of the largest value, in logits and in every gradient: norms, rotary tables and
@@ -137,12 +140,19 @@ def _alone(model: Any, case: Case) -> _Answer:
     logits = []
     for d in case.documents:
         ids = case.ids[d.row : d.row + 1, d.begin : d.end]
-        out = model(input_ids=ids, use_cache=False).logits
-        _loss(out, targets[d.row : d.row + 1, d.begin : d.end], count).backward()
+        with _computing(model):
+            out = model(input_ids=ids, use_cache=False).logits
+            _loss(out, targets[d.row : d.row + 1, d.begin : d.end], count).backward()
         logits.append(out[0].detach())
     found = _gradients(model)
     model.zero_grad()
     return _Answer(logits, found)
+
+
+def _computing(model: Any) -> AbstractContextManager[Any]:
+    """Scans are float32 throughout, which hides much; with those everything is float64."""
+    scans = any(recipe.carries for _, _, recipe in recipes_in(model))
+    return AllDouble() if scans else nullcontext()
 
 
 def _over_ranks(model: Any, case: Case, ranks: int) -> _Answer:
@@ -158,8 +168,9 @@ def _over_ranks(model: Any, case: Case, ranks: int) -> _Answer:
         wanted = local.pop("shift_labels")
         for key in ("labels", "num_items_in_batch"):
             local.pop(key, None)
-        logits = mine(**local).logits
-        _loss(logits, wanted, count).backward()
+        with _computing(mine):
+            logits = mine(**local).logits
+            _loss(logits, wanted, count).backward()
         return longspan.unshard(logits.detach(), local), _gradients(mine)
 
     results = run_ranks(ranks, body, timeout=60)
