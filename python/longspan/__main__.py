@@ -10,6 +10,7 @@ from pathlib import Path
 _HERE = {
     "estimate": ("_estimating", "what a training step of a model computes, sends and keeps"),
     "verify": ("_verify_command", "shows that a model over ranks is the model itself"),
+    "train": ("_train_command", "trains a tiny model of a family on the bytes of a text"),
 }
 _THERE = {
     "draw": "who owns, sees and computes what, as text or SVG",

@@ -224,7 +224,7 @@ def _with_weights(transformers: Any, folder: str) -> Any:
 def _group(given: argparse.Namespace) -> Group | None:
     """Where ranks are processes; None where they are threads."""
     if given.launcher == "threads" and not is_launched():
-        torch.set_num_threads(max((os.cpu_count() or 1) // given.ranks, 1))
+        torch.set_num_threads(max(torch.get_num_threads() // given.ranks, 1))
         return None
     group = Group.from_environment()
     if group.size() != given.ranks:
