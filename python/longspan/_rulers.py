@@ -132,9 +132,9 @@ def share_of(model: Any, case: Case, group: Group) -> tuple[LocalBatch, Tensor, 
     return local, wanted, max(int(targets.ne(IGNORED).sum()), 1)
 
 
-def distances(ours: Answer, true: Answer) -> dict[str, float]:
+def distances(ours: Answer, true: Answer, least: float = 1e-6) -> dict[str, float]:
     """The largest difference of the logits and of each gradient, relative to the largest value of
-    its tensor."""
+    its tensor; of a gradient that cancels out, to `least` of the largest one."""
     size = max(float(logits.abs().max()) for logits in true.logits)
     found = {"logits": 0.0}
     for mine, theirs in zip(ours.logits, true.logits, strict=True):
@@ -145,8 +145,8 @@ def distances(ours: Answer, true: Answer) -> dict[str, float]:
         other = ours.gradients.get(name)
         error_of = gradient if other is None else other.double() - gradient.double()
         # Of gradients that cancel out nothing but rounding is left.
-        least = max(float(gradient.abs().max()), 1e-6 * largest)
-        found[name] = float(error_of.abs().max()) / least
+        scale = max(float(gradient.abs().max()), least * largest)
+        found[name] = float(error_of.abs().max()) / scale
     return found
 
 

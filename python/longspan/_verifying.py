@@ -52,6 +52,9 @@ ANSWERS = ("numbering", "isolation", "order", "ruler")
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 #: Where a model does not run in float64 throughout, nobody knows its own rounding.
 _UNMEASURED = 3e-5
+#: Of the largest gradient; below that only rounding is left of what cancels out, such as those
+#: of the biases of keys.
+_CANCELLED = 1e-4
 #: Scores are float32; keys this near to each other, relative to the score, may trade places.
 _NEAR = 1e-5
 #: Batches that are drawn until no two scores are that near.
@@ -266,7 +269,7 @@ class _Truth:
             answer, measured = plain, dtype == torch.float64
             if not measured:
                 answer = alone(copy.deepcopy(model).double(), case)
-        errors = distances(plain, answer)
+        errors = distances(plain, answer, _CANCELLED)
         loss = abs(plain.loss - answer.loss) / abs(answer.loss or 1.0)
         starts = [d.begin for d in case.documents]
         keys = [_joined(parts, starts) for parts in selected]
@@ -335,6 +338,7 @@ class _Found:
     seconds: float
     cut: _C.Cut
     layers: list[Any]
+    attended: int  #: calls of attention
     strategy: str
 
 
@@ -357,7 +361,8 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
     local, wanted, count = share_of(mine, case, group)
     said = explain(mine, local)
     calls: list[tuple[Any, ...]] = []
-    _watch_selection(local, calls)
+    attended: list[tuple[Any, bool]] = []
+    _watch(local, calls, attended)
     weights = sum(p.numel() * p.element_size() for p in mine.parameters())
     begin, before = time.monotonic(), group.sent_bytes
     with LiveBytes(known=list(mine.parameters())) as live:
@@ -373,7 +378,7 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
         gradients_of(mine),
     )
     mine.zero_grad()
-    predicted = sum(cost.sent_forward + cost.sent_backward for cost in said.layers)
+    predicted = _predicted(said.layers, attended)
     numbers = torch.tensor([[sent, predicted, live.peak + weights]], dtype=torch.int64)
     ones = [1] * group.size()
     every = all_gather_tokens(numbers, axis=0, sizes=ones, group=group).T.tolist()
@@ -387,6 +392,7 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
         seconds=seconds,
         cut=local.cut,
         layers=list(said.layers),
+        attended=len(attended),
         strategy=wishes.strategy,
     )
 
@@ -421,17 +427,42 @@ def _leaks(model: Any, case: Case, group: Group, truth: _Truth) -> dict[str, tup
 # ---- Selected keys.
 
 
-def _watch_selection(local: LocalBatch, calls: list[tuple[Any, ...]]) -> None:
-    """Keeps what layers of this batch select, and by which tensors."""
+def _watch(
+    local: LocalBatch, calls: list[tuple[Any, ...]], attended: list[tuple[Any, bool]]
+) -> None:
+    """Keeps what layers of this batch select, by which tensors, and who attended: what it saw,
+    and whether it learns."""
     attention = local[KEYWORD]
-    select = attention.select_keys
+    select, attend = attention.select_keys, attention.attend
 
-    def kept(q: Tensor, k: Tensor, weights: Tensor, *, slots: int) -> Tensor:
+    def selected(q: Tensor, k: Tensor, weights: Tensor, *, slots: int) -> Tensor:
         indices: Tensor = select(q, k, weights, slots=slots)
         calls.append((indices, q, k, weights))
         return indices
 
-    vars(attention)["select_keys"] = kept
+    def attending(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        attended.append((options.get("window"), torch.is_grad_enabled()))
+        out: Tensor = attend(q, k, v, **options)
+        return out
+
+    vars(attention)["select_keys"], vars(attention)["attend"] = selected, attending
+
+
+def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> int:
+    """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
+    their layers several times, or without gradients, which is counted here."""
+    plain = [cost for cost in layers if cost.layer.selects is None and cost.layer.pools is None]
+    once = sum(cost.sent_forward + cost.sent_backward for cost in layers)
+    kinds: dict[Any, set[tuple[int, int]]] = {}
+    for cost in plain:
+        kinds.setdefault(cost.layer.window, set()).add((cost.sent_forward, cost.sent_backward))
+    if len(attended) == len(plain) or any(len(kinds.get(w, ())) != 1 for w, _ in attended):
+        return once
+    total = once - sum(cost.sent_forward + cost.sent_backward for cost in plain)
+    for window, learns in attended:
+        ((forward, backward),) = kinds[window]
+        total += forward + backward * learns
+    return total
 
 
 def _slots(
@@ -485,7 +516,7 @@ def _judged(
     answers: dict[str, bool],
     redrawn: int,
 ) -> Verdict:
-    errors = distances(found.answer, truth.answer)
+    errors = distances(found.answer, truth.answer, _CANCELLED)
     loss_error = abs(found.answer.loss - truth.answer.loss) / abs(truth.answer.loss or 1.0)
     floor = _FLOORS[wishes.dtype] if truth.measured else _UNMEASURED
     logits, plain_logits = errors.pop("logits"), truth.errors["logits"]
@@ -512,7 +543,7 @@ def _judged(
         _bounded("logits", "off by", logits, plain_logits, floor),
         _bounded("worst gradient", "off by", gradient, plain_gradient, floor, f" ({where})"),
     ]
-    nearest = worst_of(distances(found.answer, truth.plain))[1]
+    nearest = worst_of(distances(found.answer, truth.plain, _CANCELLED))[1]
     rows.append(Row("against the plain model", f"logits and gradients off by {nearest:.1e}"))
     for what, (moved, most) in found.leaks.items():
         rows.append(
@@ -535,11 +566,13 @@ def _judged(
                 slots.near <= _NEAR,
             )
         )
+    once = sum(c.layer.selects is None and c.layer.pools is None for c in found.layers)
+    times = f" for {found.attended} calls" if found.attended != once else ""
     rows += [
         Row(
             "bytes sent",
             f"{sum(found.sent):,}",
-            f"{sum(found.predicted):,} predicted",
+            f"{sum(found.predicted):,} predicted{times}",
             found.sent == found.predicted,
         ),
         Row("peak memory a rank", f"{max(found.peak) / 1e6:.1f} MB"),
