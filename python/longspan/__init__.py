@@ -27,6 +27,7 @@ from longspan._group import Group, run_ranks
 from longspan._kernels import which_kernel
 from longspan._losses import reduce_loss, total_loss
 from longspan._models import parallelize, paused, restore
+from longspan._mtp import mtp_losses
 from longspan._parity import check_parity, leak_probe
 from longspan._randomness import seed_ranks
 from longspan._reporting import report
@@ -53,6 +54,7 @@ __all__ = [
     "hf",
     "leak_probe",
     "linear_cross_entropy",
+    "mtp_losses",
     "parallelize",
     "paused",
     "plan",

@@ -31,7 +31,7 @@ from longspan._model_batch import (
     documents_of_seq_idx,
     with_targets,
 )
-from longspan._models import AUTO, Parallelized, state_of
+from longspan._models import AUTO, Parallelized, WholeBatch, state_of
 from longspan._remarks import remark_on_labels
 from longspan._reporting import note_tokens
 from longspan.comm import all_gather_tokens
@@ -448,6 +448,12 @@ def share(
     add_attention(local, packed, dict(rows.tokens).keys(), targets, state)
     if pictures:
         local[KEYWORD].routes = add_pictures(local, batch["input_ids"], pictures, state.eyes)
+
+    def cut_too(others: _C.RowBatch) -> dict[str, torch.Tensor]:
+        _, laid, owners = _laid_out(reading.who, others, place, layout, form, multiple)
+        return dict(_C.shard(laid, owners, place.rank).tokens)
+
+    local[KEYWORD].whole = WholeBatch(rows, cut_too)
     if state.first_position:
         local["position_ids"] = local["position_ids"] + state.first_position
     return local
@@ -474,30 +480,7 @@ def _cut(
 ) -> tuple[LocalBatch, _C.PackedBatch]:
     """One rank's tokens of rows that were read, and the batch they were cut from. `also`
     holds what else the ranks should agree on."""
-    check_whole(who, "multiple", multiple)
-    if form is not None:
-        check_choice(who, "form", form, _FORMS)
-    if isinstance(layout, _C.Ownership):
-        if layout.ranks != place.ranks:
-            raise ValueError(
-                f"{who}: the ownership has {layout.ranks} ranks, the group {place.ranks}"
-            )
-        if multiple != 1:
-            raise ValueError(
-                f"{who}: {layout} says how many tokens a rank holds; leave `multiple` out"
-            )
-        name = "rows" if form is None else form
-        packed, ownership = _C.lay_out(rows, layout, name)
-    else:
-        name = _named(who, layout)
-        if name == AUTO:
-            name = _C.fitting_layout(rows, place.ranks, multiple)
-        if form is not None:
-            raise ValueError(
-                f"{who}: layout '{name}' says what becomes of rows; `form` goes with an Ownership"
-            )
-        _C.layout_named(who, name)
-        packed, ownership = _C.lay_out(rows, name, place.ranks, multiple)
+    name, packed, ownership = _laid_out(who, rows, place, layout, form, multiple)
     loaded = rows.length if packed.form == "rows" else rows.rows * rows.length
     if packed.tokens - loaded > _MOST_PADS:
         raise ValueError(
@@ -527,6 +510,41 @@ def _cut(
         entries["cu_seqlens_padded"] = _C.cumulative_padded_lengths(packing).to(device)
         entries["max_seqlen"] = packing.longest
     return LocalBatch(entries, local.cut, place.group), packed
+
+
+def _laid_out(
+    who: str,
+    rows: _C.RowBatch,
+    place: Place,
+    layout: str | _C.Ownership,
+    form: str | None,
+    multiple: int,
+) -> tuple[str, _C.PackedBatch, _C.Ownership]:
+    """The name of a layout, or of the form that goes with an Ownership, and what it makes of
+    rows."""
+    check_whole(who, "multiple", multiple)
+    if form is not None:
+        check_choice(who, "form", form, _FORMS)
+    if isinstance(layout, _C.Ownership):
+        if layout.ranks != place.ranks:
+            raise ValueError(
+                f"{who}: the ownership has {layout.ranks} ranks, the group {place.ranks}"
+            )
+        if multiple != 1:
+            raise ValueError(
+                f"{who}: {layout} says how many tokens a rank holds; leave `multiple` out"
+            )
+        name = "rows" if form is None else form
+        return name, *_C.lay_out(rows, layout, name)
+    name = _named(who, layout)
+    if name == AUTO:
+        name = _C.fitting_layout(rows, place.ranks, multiple)
+    if form is not None:
+        raise ValueError(
+            f"{who}: layout '{name}' says what becomes of rows; `form` goes with an Ownership"
+        )
+    _C.layout_named(who, name)
+    return name, *_C.lay_out(rows, name, place.ranks, multiple)
 
 
 def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from longspan import _C
+from longspan._commands import Arguments, Refusal, number, progress
 from longspan._explaining import explain
 from longspan._memory import DEVICES, OPTIMIZERS
 from longspan._models import AUTO
 from longspan._printing import printed
 from longspan._strategy import Strategy
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class _Refusal(Exception):
-    """A sentence for a bad argument."""
-
-
-class _Arguments(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _Refusal(message)
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
         given = _parser().parse_args(arguments)
         text = _answer(given)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         print(f"longspan estimate: {refusal}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -48,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     layouts = [AUTO, *(layout.name for layout in _C.named_layouts())]
-    parser = _Arguments(
+    parser = Arguments(
         prog="longspan estimate",
         description="What a training step of a model will compute, send and keep in memory.",
     )
@@ -74,14 +64,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _answer(given: argparse.Namespace) -> str:
     if (given.tokens is None) == (given.documents is None):
-        raise _Refusal("give --tokens 1M or --documents 4096,512, one of them")
+        raise Refusal("give --tokens 1M or --documents 4096,512, one of them")
     texts = [given.tokens] if given.documents is None else given.documents.split(",")
-    lengths = [_number(text) for text in texts]
-    _progress("making the model without weights")
+    lengths = [number(text) for text in texts]
+    progress("longspan estimate", "making the model without weights")
     model = _model(given.model, _DTYPES[given.dtype])
     if given.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    _progress("running it without values")
+    progress("longspan estimate", "running it without values")
     said = explain(
         model,
         lengths,
@@ -99,22 +89,15 @@ def _answer(given: argparse.Namespace) -> str:
     return json.dumps(said.to_json(), indent=1) if given.json else str(said)
 
 
-def _number(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
-    if found is None:
-        raise _Refusal(f"'{text}' is no number of tokens; expected such as 4096, 8k or 1M")
-    return int(found[1]) * _UNITS[found[2].lower()]
-
-
 def _model(path: str, dtype: torch.dtype) -> Any:
     try:
         import transformers
     except ImportError:
-        raise _Refusal("models come from transformers, which is not installed here") from None
+        raise Refusal("models come from transformers, which is not installed here") from None
     where = Path(path)
     file = where / "config.json" if where.is_dir() else where
     if not file.is_file():
-        raise _Refusal(f"--model is '{path}'; expected a config.json, or the folder of one")
+        raise Refusal(f"--model is '{path}'; expected a config.json, or the folder of one")
     try:
         autos: Any = transformers
         config = autos.AutoConfig.from_pretrained(str(file), local_files_only=True)
@@ -122,9 +105,4 @@ def _model(path: str, dtype: torch.dtype) -> Any:
             return autos.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         sentence = " ".join(str(error).split())
-        raise _Refusal(f"'{path}' makes no causal model of transformers: {sentence}") from None
-
-
-def _progress(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"longspan estimate: {what} ...", file=sys.stderr, flush=True)
+        raise Refusal(f"'{path}' makes no causal model of transformers: {sentence}") from None

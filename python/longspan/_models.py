@@ -256,6 +256,14 @@ def masks_for(cut: _C.Cut, sight: Sight, groups: Groups = ()) -> list[_C.Mask]:
     ]
 
 
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch before it was cut, and how: tensors of other tokens are cut the same way."""
+
+    rows: _C.RowBatch
+    cut: Callable[[_C.RowBatch], dict[str, torch.Tensor]]
+
+
 class LocalAttention:
     """How one rank's tokens of one batch attend: the layout of each kind of layer,
     and the group. `shard` puts it into the batch, and the model's own call carries
@@ -279,6 +287,7 @@ class LocalAttention:
         self.targets: Targets | None = None  #: of the batch; None where nobody asks
         #: Where features of pictures go, by kind; see `longspan._images`.
         self.routes: Mapping[str, Any] = {}
+        self.whole: WholeBatch | None = None  #: what it was cut from
         self._layouts: dict[Sight, AttentionLayout] = {}
         for window, reach in ((None, None), *sights):
             self.layout(window, reach)

@@ -4,7 +4,7 @@ on one, and no document that changes the output of another."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -212,24 +212,13 @@ def leak_probe(
     ids = _document_ids(batch, options)
 
     def outputs(changed: Tensor) -> Tensor:
-        share = _share(model, {**batch, key: changed}, ranks, options)
-        with torch.no_grad():
-            _, logits = run(model, share, ranks)
-            return unshard(logits, share, group=ranks)
+        return outputs_of(model, {**batch, key: changed}, ranks, run=run, options=options)
 
     before = outputs(inputs)
     leaks = []
     for document in sorted(set(ids.flatten().tolist()) - {0})[:documents]:
         inside = (ids == document).to(inputs.device)
-        if key == "input_ids":
-            # Two at least: one id alone would change into itself.
-            vocabulary = max(int(inputs.max()) + 1, 2)
-            changed = torch.where(inside, (inputs + 1) % vocabulary, inputs)
-        else:
-            changed = torch.where(inside.unsqueeze(-1), -inputs, inputs)
-        after = outputs(changed)
-        moved = torch.where(after == before, 0, (after - before).abs())
-        moved = moved.reshape(*ids.shape, -1).amax(-1)
+        moved = movement(before, outputs(changed_inside(inputs, inside)), ids.shape)
         others = moved.cpu().masked_fill((ids == document) | (ids == 0), 0)
         for row, token in (others != 0).nonzero().tolist():
             leaks.append(
@@ -237,6 +226,36 @@ def leak_probe(
             )
             break  # one for each changed document says enough
     return leaks
+
+
+def outputs_of(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: Group,
+    *,
+    run: Run = run_model,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """The outputs of all tokens in their order, on every rank, without gradients."""
+    share = _share(model, batch, group, options or {})
+    with torch.no_grad():
+        _, logits = run(model, share, group)
+        return unshard(logits, share, group=group)
+
+
+def changed_inside(inputs: Tensor, inside: Tensor) -> Tensor:
+    """Other ids, or negated embeddings, where `inside` [B, S] is true."""
+    if inputs.is_floating_point():
+        return torch.where(inside.unsqueeze(-1), -inputs, inputs)
+    # Two at least: one id alone would change into itself.
+    vocabulary = max(int(inputs.max()) + 1, 2)
+    return torch.where(inside, (inputs + 1) % vocabulary, inputs)
+
+
+def movement(before: Tensor, after: Tensor, shape: Sequence[int]) -> Tensor:
+    """By how much the output of each token [B, S] moved, at most."""
+    moved = torch.where(after == before, 0, (after - before).abs())
+    return moved.reshape(*shape, -1).amax(-1)
 
 
 def _check_call(who: str, model: Any, batch: Any, run: Any) -> None:

@@ -16,6 +16,9 @@ _HEADS = 4
 _HEAD_DIM = 16
 _WIDTH = _HEADS * _HEAD_DIM
 
+#: Words that have an id, and positions that have a row of their own.
+_WORDS = r"\w*vocab_size\w*|\w+_vocab|n_words"
+_POSITIONS = r"max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len\w*"
 #: Embeddings of another width than the layers.
 _EMBEDDINGS = r"word_embed_proj_dim|\w*embed(ding)?_(size|dim)"
 
@@ -40,7 +43,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input", 8),
     (rf"hidden_size|d_model|n_embd|emb_dim|{_EMBEDDINGS}", _WIDTH),
     (r"\w*intermediate_size\w*|\w*ffn_dim|n_inner|\w*ffn_hidden_size|dff|d_ff", 48),
-    (r"\w*vocab_size\w*|\w+_vocab|n_words", VOCABULARY),
+    (_WORDS, VOCABULARY),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 8),
     (r"zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k", 2),
@@ -50,7 +53,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"local_attention", 2 * WINDOW),
     (r"attention_chunk_size", 8),
     (r"floor_scale|original_max_position_embeddings", 16),
-    (r"max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len\w*", 256),
+    (_POSITIONS, 256),
     (r"encoder_layers|num_encoder_layers|num_layers_per_stack", 2),
 )
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers"
@@ -65,6 +68,31 @@ def shrunk(config: Any, layers: Sequence[int]) -> Any:
     made = copy.deepcopy(config)
     _shrink(made, depth(config), layers)
     return made
+
+
+def widened(small: Any, config: Any, *, vocabulary: int = 0, positions: int = 0) -> None:
+    """Gives a shrunk configuration so many words and positions, where it has fewer; no more
+    positions than the original has."""
+    entries, before = vars(small), vars(config)
+    for key, value in entries.items():
+        if type(value).__module__ != "builtins" and hasattr(value, "to_dict"):
+            widened(value, before[key], vocabulary=vocabulary, positions=positions)
+        elif not isinstance(value, int) or isinstance(value, bool):
+            continue
+        elif re.fullmatch(_WORDS, key):
+            entries[key] = max(value, vocabulary)
+        elif re.fullmatch(_POSITIONS, key):
+            entries[key] = max(value, min(positions, before[key]))
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a model has rows for, where it says so."""
+    found = [
+        value
+        for key, value in vars(config).items()
+        if isinstance(value, int) and re.fullmatch(_POSITIONS, key)
+    ]
+    return min(found, default=None)
 
 
 def depth(config: Any) -> int:

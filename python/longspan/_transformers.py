@@ -407,6 +407,11 @@ def is_attention(module: Any) -> bool:
     return hasattr(module, "is_causal") and _is_config(vars(module).get("config"))
 
 
+def is_redirected(module: Any) -> bool:
+    """Whether an attention layer looks up our function."""
+    return getattr(module.config, "_attn_implementation", None) == _NAME
+
+
 def _is_config(value: Any) -> bool:
     from transformers import PreTrainedConfig
 

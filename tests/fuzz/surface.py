@@ -388,6 +388,11 @@ TARGETS: list[Target] = [
     Target("restore", longspan.restore, {"model": _model}),
     Target("paused", lambda model: longspan.paused(model).__enter__(), {"model": _model}),
     Target(
+        "mtp_losses",
+        longspan.mtp_losses,
+        {"model": _model, "mtp": always(torch.nn.Linear(1, 1)), "local": _local},
+    ),
+    Target(
         "expert_counts",
         longspan.expert_counts,
         {"outputs": always(types.SimpleNamespace()), "local": _local},

@@ -13,10 +13,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from longspan._rulers import IGNORED, Case, Document, gradients_of, packed_rows
+
 transformers.logging.set_verbosity_error()
 
 VOCABULARY = 61
-IGNORED = -100
 #: Sliding layers see this many keys, fewer than most documents have.
 WINDOW = 5
 
@@ -407,34 +408,6 @@ def with_random_weights(model: Any, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-@dataclass(frozen=True)
-class Document:
-    row: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """A batch as a collator gives it, and where its documents lie."""
-
-    batch: Mapping[str, Tensor]
-    documents: tuple[Document, ...]
-
-    @property
-    def ids(self) -> Tensor:
-        return self.batch["input_ids"]
-
-    def targets(self) -> Tensor:
-        """The label of the next token of the row; nothing where the token is a pad."""
-        shifted = torch.full_like(self.batch["labels"], IGNORED)
-        shifted[:, :-1] = self.batch["labels"][:, 1:]
-        kept = torch.full_like(shifted, IGNORED)
-        for d in self.documents:
-            kept[d.row, d.begin : d.end] = shifted[d.row, d.begin : d.end]
-        return kept
-
-
 def _ids(rows: int, length: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(rows * 1000 + length)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=random)
@@ -447,14 +420,7 @@ def packed(*rows: list[int]) -> Case:
     """Rows of documents one after the other, told apart by their positions."""
     length = sum(rows[0])
     ids, labels = _ids(len(rows), length)
-    documents, positions = [], torch.zeros_like(ids)
-    for row, lengths in enumerate(rows):
-        begin = 0
-        for size in lengths:
-            documents.append(Document(row, begin, begin + size))
-            positions[row, begin : begin + size] = torch.arange(size)
-            begin += size
-    return Case({"input_ids": ids, "labels": labels, "position_ids": positions}, tuple(documents))
+    return packed_rows(ids, labels, rows)
 
 
 def padded(lengths: list[int], length: int, side: str) -> Case:
@@ -516,14 +482,6 @@ def embedded(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         if getattr(model.config, "hidden_size_per_layer_input", None):
             rest["per_layer_inputs"] = model.model.get_per_layer_inputs(batch["input_ids"], None)
     return rest
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.detach().clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 @functools.cache

@@ -28,6 +28,7 @@ TOP = [
     "explain",
     "leak_probe",
     "linear_cross_entropy",
+    "mtp_losses",
     "parallelize",
     "paused",
     "plan",

@@ -11,14 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracle.all_double import AllDouble
-from oracle.tiny_decoders import IGNORED, Case, packed, padded
+from oracle.tiny_decoders import packed, padded
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import longspan
 from longspan import Group, run_ranks
 from longspan._recipes import recipes_in
+from longspan._rulers import (
+    AllDouble,
+    Answer,
+    Case,
+    alone,
+    distances,
+    gradients_of,
+    loss_of,
+    share_of,
+    worst_of,
+)
 from sweep.families import Family, made
 
 #: Of the largest value, in logits and in every gradient: norms, rotary tables and
@@ -46,12 +55,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.word}" + (f" ({self.why})" if self.why else "")
-
-
-@dataclass(frozen=True)
-class _Answer:
-    logits: list[Tensor]
-    gradients: dict[str, Tensor]
 
 
 def judge(family: Family) -> Verdict:
@@ -83,7 +86,8 @@ def _judged(family: Family) -> tuple[str, str]:
     worst = 0.0
     for name, case in CASES.items():
         try:
-            true = _alone(model, case)
+            with _computing(model):
+                true = alone(model, case)
         except Exception as error:
             return "not made", f"alone, {name}: {_line(error)}"
         for ranks in RANKS:
@@ -93,7 +97,7 @@ def _judged(family: Family) -> tuple[str, str]:
                 return "late", f"{name}, {ranks} ranks: {_line(error)}"
             except Exception as error:
                 return "crashed", f"{name}, {ranks} ranks: {_line(error)}"
-            error, where = _distance(ours, true)
+            where, error = worst_of(distances(ours, true))
             worst = max(worst, error)
             if not error <= TOLERANCE:
                 return "wrong", f"{name}, {ranks} ranks: {where} by {error:.0e}"
@@ -117,86 +121,33 @@ def _line(error: Exception, kind: str | None = None) -> str:
     return text if kind is not None else f"{type(error).__name__}: {text}"
 
 
-def _loss(logits: Tensor, targets: Tensor, count: int) -> Tensor:
-    """Ours, in float64: those of transformers are float32."""
-    return (
-        cross_entropy(
-            logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        / count
-    )
-
-
-def _gradients(model: Any) -> dict[str, Tensor]:
-    return {
-        name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def _alone(model: Any, case: Case) -> _Answer:
-    targets = case.targets()
-    count = int(targets.ne(IGNORED).sum())
-    model.zero_grad()
-    logits = []
-    for d in case.documents:
-        ids = case.ids[d.row : d.row + 1, d.begin : d.end]
-        with _computing(model):
-            out = model(input_ids=ids, use_cache=False).logits
-            _loss(out, targets[d.row : d.row + 1, d.begin : d.end], count).backward()
-        logits.append(out[0].detach())
-    found = _gradients(model)
-    model.zero_grad()
-    return _Answer(logits, found)
-
-
 def _computing(model: Any) -> AbstractContextManager[Any]:
     """Scans are float32 throughout, which hides much; with those everything is float64."""
     scans = any(recipe.carries for _, _, recipe in recipes_in(model))
     return AllDouble() if scans else nullcontext()
 
 
-def _over_ranks(model: Any, case: Case, ranks: int) -> _Answer:
-    batch = {key: value for key, value in case.batch.items() if key != "labels"}
-    targets = case.targets()
-    count = int(targets.ne(IGNORED).sum())
-
+def _over_ranks(model: Any, case: Case, ranks: int) -> Answer:
     copies = [copy.deepcopy(model) for _ in range(ranks)]  # deepcopy is not for threads
 
-    def body(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
+    def body(group: Group) -> tuple[float, Tensor, dict[str, Tensor]]:
         mine = longspan.parallelize(copies[group.rank()], group)
-        local = longspan.shard({**batch, "shift_labels": targets}, group, model=mine)
-        wanted = local.pop("shift_labels")
-        for key in ("labels", "num_items_in_batch"):
-            local.pop(key, None)
+        local, wanted, count = share_of(mine, case, group)
         with _computing(mine):
             logits = mine(**local).logits
-            _loss(logits, wanted, count).backward()
-        return longspan.unshard(logits.detach(), local), _gradients(mine)
+            loss = loss_of(logits, wanted, count)
+            loss.backward()
+        whole = longspan.unshard(logits.detach(), local)
+        return float(loss.detach()), whole, gradients_of(mine)
 
     results = run_ranks(ranks, body, timeout=60)
     gradients: dict[str, Tensor] = {}
-    for _, some in results:
+    for _, _, some in results:
         for name, gradient in some.items():
             gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
-    whole = results[0][0]
-    return _Answer([whole[d.row, d.begin : d.end] for d in case.documents], gradients)
-
-
-def _distance(ours: _Answer, true: _Answer) -> tuple[float, str]:
-    """The largest difference, relative to the largest value of its tensor, and where."""
-    size = max(float(logits.abs().max()) for logits in true.logits)
-    found = [
-        (float((o - t).abs().max()) / size, "logits")
-        for o, t in zip(ours.logits, true.logits, strict=True)
-    ]
-    largest = max(float(g.abs().max()) for g in true.gradients.values())
-    for name, gradient in true.gradients.items():
-        other = ours.gradients.get(name)
-        error = gradient if other is None else other - gradient
-        # Of gradients that cancel out nothing but rounding is left.
-        least = max(float(gradient.abs().max()), 1e-6 * largest)
-        found.append((float(error.abs().max()) / least, name))
-    return max(found, key=lambda one: float("inf") if one[0] != one[0] else one[0])
+    whole = results[0][1]
+    total = sum(loss for loss, _, _ in results)
+    return Answer(total, [whole[d.row, d.begin : d.end] for d in case.documents], gradients)
 
 
 def count(verdicts: Sequence[Verdict], word: str) -> int:

@@ -1,0 +1,104 @@
+"""What commands of the Python entry share: arguments, refusals in one sentence, progress, and
+models that are a configuration or a family's name."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: Exit statuses.
+DONE, WRONG, BAD_USAGE, REFUSED = 0, 1, 2, 3
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+class Refusal(Exception):
+    """A sentence for a bad argument."""
+
+
+class Arguments(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Refusal(message)
+
+
+def number(text: str, least: int = 0) -> int:
+    """Of tokens: 4096, 8k or 1M."""
+    found = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
+    if found is None:
+        raise Refusal(f"'{text}' is no number of tokens; expected such as 4096, 8k or 1M")
+    value = int(found[1]) * _UNITS[found[2].lower()]
+    if value < least:
+        raise Refusal(f"'{text}' tokens are too few; expected at least {least}")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def progress(who: str, what: str) -> None:
+    """A line on a terminal; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"{who}: {what} ...", file=sys.stderr, flush=True)
+
+
+def need_transformers() -> Any:
+    """The module; a Refusal where it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise Refusal("models come from transformers, which is not installed here") from None
+    # Its warnings are about models that nobody keeps.
+    found: Any = transformers
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+def family_named(name: str) -> Any:
+    """A family of transformers by its model_type; a Refusal with the nearest names else."""
+    need_transformers()
+    from longspan._families import families
+
+    known = {family.name: family for family in families()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3)
+        like = f"; like it are {', '.join(near)}" if near else ""
+        raise Refusal(
+            f"'{name}' is neither a causal family of transformers, such as llama, nor a folder "
+            f"with a config.json{like}"
+        )
+    return known[name]
+
+
+def config_in(path: str) -> Any:
+    """The configuration in a folder, or in a file."""
+    transformers = need_transformers()
+    where = Path(path)
+    file = where / "config.json" if where.is_dir() else where
+    if not file.is_file():
+        raise Refusal(f"'{path}' has no config.json; expected the folder of a model")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"'{file}' is no configuration of transformers: {one_line(error)}") from None
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or who does as it does, started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(ranks: int, arguments: Sequence[str]) -> int:
+    """The same command as processes of torchrun on this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "longspan", *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(command, env=environment, check=False).returncode

@@ -1,0 +1,662 @@
+"""What `longspan verify` measures: a model over ranks against the model itself on each
+document alone, in one step of training, and who sees whom."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan import _C
+from longspan._batch import unshard
+from longspan._drawing import draw
+from longspan._explaining import explain
+from longspan._gradients import sum_gradients
+from longspan._group import Group, run_ranks
+from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._losses import total_loss
+from longspan._memory import LiveBytes
+from longspan._models import AUTO, parallelize
+from longspan._parity import changed_inside, movement, outputs_of
+from longspan._proving import ordinary_ids
+from longspan._rulers import (
+    IGNORED,
+    AllDouble,
+    Answer,
+    Case,
+    alone,
+    distances,
+    gradients_of,
+    loss_of,
+    packed_rows,
+    share_of,
+    worst_of,
+)
+from longspan._shrinking import positions_of
+from longspan._transformers import first_position
+from longspan.comm import all_gather_tokens
+from longspan.proof import prove
+
+#: The tests of a proof, in their order.
+ANSWERS = ("numbering", "isolation", "order", "ruler")
+#: What an error may be where the plain model makes none: roundings of a step.
+_FLOORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+#: Where a model does not run in float64 throughout, nobody knows its own rounding; and in float64
+#: ranks and the plain model cast nearly the same numbers to float32. What is wrong is off by 1e-2.
+_NEARLY = 3e-5
+#: Of the largest gradient; below that only rounding is left of what cancels out, such as those
+#: of the biases of keys.
+_CANCELLED = 1e-4
+#: Scores are float32; keys this near to each other, relative to the score, may trade places.
+_NEAR = 1e-5
+#: Batches that are drawn until no two scores are that near.
+_DRAWS = 3
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How a model is to be tried."""
+
+    ranks: int = 4
+    tokens: int = 4096
+    documents: int = 7
+    dtype: torch.dtype = torch.float64
+    strategy: str = "ring"
+    layout: str = AUTO
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what was found, against what; `holds` is None where it is told
+    and not judged."""
+
+    what: str
+    found: str
+    allowed: str = ""
+    holds: bool | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """right, wrong, refused (by `parallelize`), or not made, where transformers cannot build or
+    run the model itself."""
+
+    model: str
+    word: str
+    why: str = ""
+    kind: str = ""  #: the class
+    seconds: float = 0.0
+    proof: dict[str, bool] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    #: For machines, under the names of the rows.
+    numbers: dict[str, Any] = field(default_factory=dict)
+    #: Worst gradient of each layer: (layer, ours, the plain model's own).
+    layers: tuple[tuple[str, float, float], ...] = ()
+    #: Title to SVG.
+    pictures: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: plain dictionaries, lists and numbers; without pictures."""
+        told = dataclasses.asdict(self)
+        del told["pictures"], told["rows"], told["layers"]
+        told["layers"] = [
+            {"layer": layer, "error": ours, "plain_error": plain}
+            for layer, ours, plain in self.layers
+        ]
+        told["checks"] = {row.what: row.holds for row in self.rows if row.holds is not None}
+        return told
+
+
+class Unfit(Exception):
+    """Arguments that this model cannot have; the text says which."""
+
+
+class Refused(Exception):
+    """A model that may not be cut, with the reason."""
+
+    def __init__(self, why: str, proof: dict[str, bool] | None = None) -> None:
+        super().__init__(why)
+        self.proof = proof or {}
+
+
+Tell = Callable[[str], None]
+
+
+def verify(
+    name: str,
+    make: Callable[[int], Any],
+    wishes: Wishes,
+    *,
+    group: Group | None = None,
+    tell: Tell = lambda _: None,
+) -> Verdict:
+    """What is found about the model that `make` makes for documents of so many tokens: over
+    threads, or over the ranks of a group, on all of which it is called, and rank 0 judges."""
+    begin = time.monotonic()
+    try:
+        tell("making the model")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = make(max(lengths_of(wishes.tokens, wishes.documents, 0)))
+    except Unfit:
+        raise
+    except Exception as error:  # whatever constructors raise
+        return Verdict(name, "not made", _line(error), seconds=time.monotonic() - begin)
+    kind = type(model).__name__
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _verified(name, model, wishes, group, tell)
+    except Refused as refusal:
+        found = Verdict(name, "refused", str(refusal), proof=refusal.proof)
+    except Unfit:
+        raise
+    except _NotRun as error:
+        found = Verdict(name, "not made", str(error))
+    except Exception as error:
+        found = Verdict(name, "wrong", f"it ended with {_line(error)}")
+    return dataclasses.replace(found, kind=kind, seconds=time.monotonic() - begin)
+
+
+class _NotRun(Exception):
+    """The plain model does not run."""
+
+
+def _verified(name: str, model: Any, wishes: Wishes, group: Group | None, tell: Tell) -> Verdict:
+    tell("the proof")
+    proof = prove(model)
+    answers = {answer: answer in proof.shown for answer in ANSWERS}
+    if not proof:
+        raise Refused(str(proof.refusal), answers)
+    _cast(model, wishes.dtype)
+    for draw_number in range(_DRAWS):
+        case = _case(model, wishes, draw_number)
+        truth = _Truth.of(model, case, wishes.dtype, tell)
+        tell(f"{wishes.ranks} ranks")
+        found = _over(model, case, wishes, group, truth)
+        if found.slots is None or found.slots.differ == 0 or not found.slots.near <= _NEAR:
+            break  # else two scores were as near as rounding, and gradients are others there
+    return _judged(name, found, truth, case, wishes, answers, draw_number)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in this type; buffers, such as rotary frequencies, at least in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                module._buffers[key] = buffer.to(wide)
+
+
+def lengths_of(tokens: int, documents: int, seed: int) -> list[int]:
+    """Documents of all sizes that make up a row; one of them a single token, where three or
+    more share it."""
+    random = torch.Generator().manual_seed(100 + seed)
+    single = documents > 2
+    count, total = (documents - 1, tokens - 1) if single else (documents, tokens)
+    parts = 0.25 + torch.rand(count, generator=random, dtype=torch.float64)
+    borders = (parts.cumsum(0) / parts.sum() * (total - count)).round().long().tolist()
+    found = [end - begin + 1 for begin, end in zip([0, *borders], borders, strict=False)]
+    if single:
+        found.insert(documents // 2, 1)
+    return found
+
+
+def _case(model: Any, wishes: Wishes, seed: int) -> Case:
+    lengths = _fitting(model, wishes, seed)
+    random = torch.Generator().manual_seed(200 + seed)
+    usual = ordinary_ids(model)
+    ids = usual[torch.randint(len(usual), (1, wishes.tokens), generator=random)]
+    labels = ids.clone()
+    begin = 0
+    for length in lengths:
+        labels[0, begin] = IGNORED  # nobody foretells the first token of a document
+        begin += length
+    return packed_rows(ids, labels, [lengths])
+
+
+def _fitting(model: Any, wishes: Wishes, seed: int) -> list[int]:
+    """As many documents as were wished for, or more where the model's positions end before
+    the longest would."""
+    most = positions_of(model.config)
+    documents = wishes.documents
+    while True:
+        lengths = lengths_of(wishes.tokens, documents, seed)
+        if most is None or max(lengths) + first_position(model) <= most:
+            return lengths
+        documents += max(documents // 4, 1)
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """Each document alone: in float64 throughout, and as the plain model has it in its own type,
+    which is off by its errors."""
+
+    answer: Answer
+    plain: Answer
+    errors: dict[str, float]
+    loss_error: float
+    measured: bool
+    #: Selected keys of the plain model: for each indexer [tokens, slots], -1 where empty.
+    selected: list[Tensor]
+
+    @staticmethod
+    def of(model: Any, case: Case, dtype: torch.dtype, tell: Tell) -> _Truth:
+        tell("each document alone")
+        selected: list[list[Tensor]] = []
+        with _watched_indexers(model, selected):
+            try:
+                plain = alone(model, case)
+            except Exception as error:
+                raise _NotRun(f"each document alone: {_line(error)}") from error
+        tell("each document alone, in float64 throughout")
+        try:
+            with AllDouble():  # type: ignore[no-untyped-call]
+                answer = alone(copy.deepcopy(model).double(), case)
+            measured = True
+        except Exception:  # models that mix types on purpose
+            answer, measured = plain, dtype == torch.float64
+            if not measured:
+                answer = alone(copy.deepcopy(model).double(), case)
+        errors = distances(plain, answer, _CANCELLED)
+        loss = abs(plain.loss - answer.loss) / abs(answer.loss or 1.0)
+        starts = [d.begin for d in case.documents]
+        keys = [_joined(parts, starts) for parts in selected]
+        return _Truth(answer, plain, errors, loss, measured and answer is not plain, keys)
+
+
+class _watched_indexers:
+    """Inside, keeps what indexers of the plain model select, call by call."""
+
+    def __init__(self, model: nn.Module, into: list[list[Tensor]]) -> None:
+        self._model, self._into = model, into
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            if name.endswith("self_attn.indexer"):
+                kept: list[Tensor] = []
+                self._into.append(kept)
+                self._handles.append(
+                    module.register_forward_hook(functools.partial(self._keep, kept))
+                )
+
+    @staticmethod
+    def _keep(kept: list[Tensor], module: Any, given: Any, out: Any) -> None:
+        indices = out[0] if isinstance(out, tuple) else out
+        if isinstance(indices, Tensor) and indices.dim() == 3:
+            kept.append(indices[0].detach().clone())
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _joined(parts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    """Selections of documents, in the tokens of the row; keys that a query does not see are
+    empty slots."""
+    width = max((part.shape[-1] for part in parts), default=0)
+    rows = []
+    for part, start in zip(parts, starts, strict=False):
+        queries = torch.arange(part.shape[0]).unsqueeze(1)
+        seen = (part >= 0) & (part <= queries)
+        tokens = torch.where(seen, part + start, -1)
+        rows.append(nn.functional.pad(tokens, (0, width - part.shape[-1]), value=-1))
+    return torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Selected keys over ranks that the plain model did not select."""
+
+    differ: int
+    of: int
+    near: float  #: how far the score of such a key is from that of the other, relative to it
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What ranks gave, as rank 0 has it."""
+
+    answer: Answer
+    leaks: dict[str, tuple[int, float]]  #: tokens that moved by more than rounding, and the most
+    slots: _Slots | None
+    sent: list[int]  #: of each rank, bytes
+    predicted: list[int]
+    peak: list[int]  #: of each rank, bytes
+    seconds: float
+    cut: _C.Cut
+    layers: list[Any]
+    attended: int  #: calls of attention
+    strategy: str
+
+
+def _over(model: Any, case: Case, wishes: Wishes, group: Group | None, truth: _Truth) -> _Found:
+    if group is not None:
+        return _on_rank(model, case, wishes, truth, group)
+    copies = [copy.deepcopy(model) for _ in range(wishes.ranks)]  # deepcopy is not for threads
+
+    def body(mine: Group) -> _Found:
+        return _on_rank(copies[mine.rank()], case, wishes, truth, mine)
+
+    return run_ranks(wishes.ranks, body, timeout=wishes.timeout)[0]
+
+
+def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group) -> _Found:
+    try:
+        mine = parallelize(model, group, strategy=wishes.strategy, layout=wishes.layout)
+    except NotImplementedError as error:
+        raise Refused(str(error).removeprefix("parallelize: ")) from None
+    local, wanted, count = share_of(mine, case, group)
+    said = explain(mine, local)
+    calls: list[tuple[Any, ...]] = []
+    attended: list[tuple[Any, bool]] = []
+    _watch(local, calls, attended)
+    weights = sum(p.numel() * p.element_size() for p in mine.parameters())
+    begin, before = time.monotonic(), group.sent_bytes
+    with LiveBytes(known=list(mine.parameters())) as live:
+        logits = mine(**local).logits
+        loss = loss_of(logits, wanted, count)
+        loss.backward()  # type: ignore[no-untyped-call]
+    seconds, sent = time.monotonic() - begin, group.sent_bytes - before
+    sum_gradients(mine, group)
+    whole = unshard(logits.detach(), local, group=group)
+    answer = Answer(
+        float(total_loss(loss.double(), group)),
+        [whole[d.row, d.begin : d.end] for d in case.documents],
+        gradients_of(mine),
+    )
+    mine.zero_grad()
+    predicted = _predicted(said.layers, attended)
+    numbers = torch.tensor([[sent, predicted, live.peak + weights]], dtype=torch.int64)
+    ones = [1] * group.size()
+    every = all_gather_tokens(numbers, axis=0, sizes=ones, group=group).T.tolist()
+    return _Found(
+        answer=answer,
+        leaks=_leaks(mine, case, group, truth),
+        slots=_slots(calls, truth.selected, local, group),
+        sent=every[0],
+        predicted=every[1],
+        peak=every[2],
+        seconds=seconds,
+        cut=local.cut,
+        layers=list(said.layers),
+        attended=len(attended),
+        strategy=wishes.strategy,
+    )
+
+
+# ---- Who sees whom.
+
+
+def _leaks(model: Any, case: Case, group: Group, truth: _Truth) -> dict[str, tuple[int, float]]:
+    """Tokens whose output moved although nothing that they may see was changed."""
+    batch = {key: value for key, value in case.batch.items() if key != "labels"}
+    ids = case.ids
+    odd, late = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    for number, d in enumerate(case.documents):
+        odd[d.row, d.begin : d.end] = bool(number % 2)
+        late[d.row, (d.begin + d.end) // 2 : d.end] = True
+    before = outputs_of(model, batch, group)
+    size = float(before.abs().max()) or 1.0
+    rounding = max(truth.errors["logits"], 100 * torch.finfo(before.dtype).eps)
+    found = {}
+    for what, changes in (("documents", (odd, ~odd)), ("future tokens", (late,))):
+        moved, most = 0, 0.0
+        for changed in changes:
+            other = {**batch, "input_ids": changed_inside(ids, changed)}
+            by = movement(before, outputs_of(model, other, group), ids.shape) / size
+            by = by.masked_fill(changed, 0)
+            moved += int((~(by <= rounding)).sum())
+            most = max(most, float(by.max()))
+        found[what] = (moved, most)
+    return found
+
+
+# ---- Selected keys.
+
+
+def _watch(
+    local: LocalBatch, calls: list[tuple[Any, ...]], attended: list[tuple[Any, bool]]
+) -> None:
+    """Keeps what layers of this batch select, by which tensors, and who attended: what it saw,
+    and whether it learns."""
+    attention = local[KEYWORD]
+    select, attend = attention.select_keys, attention.attend
+
+    def selected(q: Tensor, k: Tensor, weights: Tensor, *, slots: int) -> Tensor:
+        indices: Tensor = select(q, k, weights, slots=slots)
+        calls.append((indices, q, k, weights))
+        return indices
+
+    def attending(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        attended.append((options.get("window"), torch.is_grad_enabled()))
+        out: Tensor = attend(q, k, v, **options)
+        return out
+
+    vars(attention)["select_keys"], vars(attention)["attend"] = selected, attending
+
+
+def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> int:
+    """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
+    their layers several times, or without gradients, which is counted here."""
+    plain = [cost for cost in layers if cost.layer.selects is None and cost.layer.pools is None]
+    once = sum(cost.sent_forward + cost.sent_backward for cost in layers)
+    kinds: dict[Any, set[tuple[int, int]]] = {}
+    for cost in plain:
+        kinds.setdefault(cost.layer.window, set()).add((cost.sent_forward, cost.sent_backward))
+    if len(attended) == len(plain) or any(len(kinds.get(w, ())) != 1 for w, _ in attended):
+        return once
+    total = once - sum(cost.sent_forward + cost.sent_backward for cost in plain)
+    for window, learns in attended:
+        ((forward, backward),) = kinds[window]
+        total += forward + backward * learns
+    return total
+
+
+def _slots(
+    calls: Sequence[tuple[Any, ...]], plain: Sequence[Tensor], local: LocalBatch, group: Group
+) -> _Slots | None:
+    """Ours against those of the plain model, in the tokens of the row. Every rank calls it."""
+    if not calls or len(calls) != len(plain):
+        return None
+    tokens = local.cut.ownership.tokens_of(local.cut.rank)
+    shape = calls[0][0].shape[:2]
+    place = unshard(tokens.expand(shape).contiguous(), local, group=group)[0]
+    row_of = torch.full((int(place.max()) + 2,), -1)  # the last one is for empty slots
+    row_of[place] = torch.arange(len(place))
+    differ = of = 0
+    near = 0.0
+    for (indices, q, k, weights), theirs in zip(calls, plain, strict=True):
+        ours = unshard(indices.long(), local, group=group, fill=-1)[0]
+        ours = torch.where(ours >= 0, row_of[ours.clamp(min=0)], -1)
+        lost = ~(theirs.unsqueeze(2) == ours.unsqueeze(1)).any(2) & (theirs >= 0)
+        of += int((theirs >= 0).sum())
+        if not bool(lost.any()):
+            continue
+        differ += int(lost.sum())
+        whole = [unshard(one, local, group=group)[0] for one in (q, k, weights)]
+        gained = ~(ours.unsqueeze(2) == theirs.unsqueeze(1)).any(2) & (ours >= 0)
+        for query in lost.any(1).nonzero().flatten().tolist():
+            out = _scores(whole, query, theirs[query][lost[query]])
+            into = _scores(whole, query, ours[query][gained[query]])
+            if len(into) != len(out):
+                near = float("inf")
+                continue
+            size = max(float(into.abs().max()), 1e-30)
+            near = max(near, float((into.sort().values - out.sort().values).abs().max()) / size)
+    return _Slots(differ, of, near)
+
+
+def _scores(whole: Sequence[Tensor], query: int, keys: Tensor) -> Tensor:
+    q, k, weights = (one.double() for one in whole)
+    return (weights[query].unsqueeze(1) * (q[query] @ k[keys].T).clamp(min=0)).sum(0)
+
+
+# ---- Judging.
+
+
+def _judged(
+    name: str,
+    found: _Found,
+    truth: _Truth,
+    case: Case,
+    wishes: Wishes,
+    answers: dict[str, bool],
+    redrawn: int,
+) -> Verdict:
+    errors = distances(found.answer, truth.answer, _CANCELLED)
+    loss_error = abs(found.answer.loss - truth.answer.loss) / abs(truth.answer.loss or 1.0)
+    floor = _FLOORS[wishes.dtype] if truth.measured else _NEARLY
+    logits, plain_logits = errors.pop("logits"), truth.errors["logits"]
+    plain = {key: value for key, value in truth.errors.items() if key != "logits"}
+    where, gradient = worst_of(errors)
+    plain_gradient = worst_of(plain)[1]
+    lengths = [d.end - d.begin for d in case.documents]
+    named = "" if len(lengths) == wishes.documents else " (its positions end)"
+    rows = [
+        Row(
+            "batch",
+            f"{wishes.tokens} tokens, {len(lengths)} documents of {min(lengths)} to "
+            f"{max(lengths)}{named}",
+            f"{len(found.sent)} ranks, {_type(wishes.dtype)}",
+        ),
+        # The errors of a loss cancel out by chance; it is known as well as its logits are.
+        _bounded(
+            "loss",
+            f"{found.answer.loss:.6f}, off by",
+            loss_error,
+            max(truth.loss_error, plain_logits),
+            floor,
+        ),
+        _bounded("logits", "off by", logits, plain_logits, floor),
+        _bounded("worst gradient", "off by", gradient, plain_gradient, floor, f" ({where})"),
+    ]
+    nearest = worst_of(distances(found.answer, truth.plain, _CANCELLED))[1]
+    # Where experts or keys are chosen otherwise in float64 throughout, only this is strict.
+    strict = wishes.dtype == torch.float64
+    rows.append(
+        Row(
+            "against the plain model",
+            f"logits and gradients off by {nearest:.1e}",
+            f"{_NEARLY:.1e}" if strict else "",
+            nearest <= _NEARLY if strict else None,
+        )
+    )
+    for what, (moved, most) in found.leaks.items():
+        rows.append(
+            Row(
+                f"leaks: {what}",
+                f"{moved} tokens" + (f", moved by {most:.0e}" if moved else ""),
+                "0",
+                moved == 0,
+            )
+        )
+    if found.slots is not None:
+        slots = found.slots
+        near = f", {slots.near:.0e} from the k-th score" if slots.differ else ""
+        again = f"; batch {redrawn + 1} of those drawn" if redrawn else ""
+        rows.append(
+            Row(
+                "selected slots",
+                f"{slots.differ} of {slots.of:,} differ{near}{again}",
+                f"within {_NEAR:.0e}",
+                slots.near <= _NEAR,
+            )
+        )
+    once = sum(c.layer.selects is None and c.layer.pools is None for c in found.layers)
+    times = f" for {found.attended} calls" if found.attended != once else ""
+    rows += [
+        Row(
+            "bytes sent",
+            f"{sum(found.sent):,}",
+            f"{sum(found.predicted):,} predicted{times}",
+            found.sent == found.predicted,
+        ),
+        Row("peak memory a rank", f"{max(found.peak) / 1e6:.1f} MB"),
+        Row("time of a step", f"{found.seconds:.2f} s"),
+    ]
+    wrong = [row for row in rows if row.holds is False]
+    why = "; ".join(f"{row.what}: {row.found}, allowed {row.allowed}" for row in wrong)
+    return Verdict(
+        name,
+        "wrong" if wrong else "right",
+        why if wrong else f"{gradient:.0e}",
+        proof=answers,
+        rows=tuple(rows),
+        numbers={
+            "loss": found.answer.loss,
+            "loss_error": loss_error,
+            "logits_error": logits,
+            "gradient_error": gradient,
+            "gradient": where,
+            "error_to_plain": nearest,
+            "plain": {
+                "loss_error": truth.loss_error,
+                "logits_error": plain_logits,
+                "gradient_error": plain_gradient,
+                "measured": truth.measured,
+            },
+            "leaks": {what: moved for what, (moved, _) in found.leaks.items()},
+            "slots": None if found.slots is None else dataclasses.asdict(found.slots),
+            "sent_bytes": found.sent,
+            "predicted_bytes": found.predicted,
+            "peak_bytes": found.peak,
+            "step_seconds": found.seconds,
+        },
+        layers=_by_layer(errors, plain),
+        pictures=_pictures(found),
+    )
+
+
+def _bounded(
+    what: str, text: str, error: float, plain: float, floor: float, where: str = ""
+) -> Row:
+    allowed = max(2 * plain, floor)
+    return Row(what, f"{text} {error:.1e}{where}", f"{allowed:.1e}", error <= allowed)
+
+
+def _by_layer(
+    ours: dict[str, float], plain: dict[str, float]
+) -> tuple[tuple[str, float, float], ...]:
+    """The worst gradient of each layer; what is in none goes by its own name."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, error in ours.items():
+        layer = re.search(r"\b(layers|h|blocks|layer)\.(\d+)\.", name)
+        key = f"layer {layer[2]}" if layer else name.removesuffix(".weight").split(".")[-1]
+        one, other = found.get(key, (0.0, 0.0))
+        found[key] = max(one, error), max(other, plain.get(name, 0.0))
+    return tuple((key, one, other) for key, (one, other) in found.items())
+
+
+def _pictures(found: _Found) -> dict[str, str]:
+    """Who owns, sees and computes what, in each kind of layer that there is."""
+    made: dict[str, str] = {}
+    for cost in found.layers:
+        layer = cost.layer
+        sight = (
+            "causal layers" if layer.window is None else f"layers with a window of {layer.window}"
+        )
+        if sight not in made:
+            made[sight] = draw(found.cut.ownership, layer.masks(found.cut)[0]).to_svg()
+    return made
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,248 @@
+"""`longspan verify`: what it finds right, wrong and refused, and what it says."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import longspan
+from longspan import _verifying
+from longspan._verify_command import main
+from longspan._verifying import Wishes, lengths_of
+
+SMALL = ["--tokens", "96", "--documents", "4"]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def verdicts(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status, out, err = asked(capsys, *arguments, "--json")
+    assert err == ""
+    return status, json.loads(out)["models"]
+
+
+#: A family of each kind, with as many ranks.
+RIGHT = {"llama": "3", "glm_moe_dsa": "2", "deepseek_v4": "2", "gemma4_text": "4", "mixtral": "2"}
+
+
+@pytest.mark.parametrize("family", RIGHT)
+def test_a_family_of_each_kind_is_right(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, (found,) = verdicts(capsys, family, "--ranks", RIGHT[family], *SMALL)
+    assert (status, found["word"]) == (0, "right"), found["why"]
+    assert all(found["proof"].values()) and len(found["proof"]) == 4
+    numbers = found["numbers"]
+    assert numbers["leaks"] == {"documents": 0, "future tokens": 0}
+    assert numbers["sent_bytes"] == numbers["predicted_bytes"]
+    assert len(numbers["sent_bytes"]) == int(RIGHT[family]) and min(numbers["peak_bytes"]) > 0
+    assert numbers["gradient_error"] <= max(2 * numbers["plain"]["gradient_error"], 1e-12)
+    slots = numbers["slots"]
+    assert slots is None if family != "glm_moe_dsa" else slots["differ"] == 0 < slots["of"]
+    if family == "llama":  # float64 but for its norms, which differ in no bit
+        assert numbers["plain"]["measured"]
+
+
+def test_other_types_have_their_own_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, least in (("float32", 1e-9), ("bfloat16", 1e-5)):
+        status, (found,) = verdicts(capsys, "llama", "--ranks", "2", "--dtype", dtype, *SMALL)
+        assert (status, found["word"]) == (0, "right"), found["why"]
+        assert found["numbers"]["gradient_error"] > least
+
+
+def test_a_refused_family_ends_with_3_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = asked(capsys, "gptj", "--ranks", "2", *SMALL)
+    assert (status, err) == (3, "")
+    assert out.startswith("gptj (GPTJForCausalLM): refused in ")
+    assert "does not look its attention up by name" in out
+
+
+# ---- Wrong models: each is found by the row that is for it.
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, fault: Any) -> dict[str, Any]:
+    """What is said of llama over ranks whose share or model somebody spoils."""
+    before = _verifying.parallelize
+
+    def spoiled(model: Any, group: Any = None, **options: Any) -> Any:
+        made = before(model, group, **options)
+        fault(made, group)
+        return made
+
+    monkeypatch.setattr(_verifying, "parallelize", spoiled)
+    from longspan._families import Family, made
+
+    wishes = Wishes(ranks=2, tokens=96, documents=4)
+    found = _verifying.verify("llama", lambda _: made(Family("llama", "llama")), wishes)
+    assert found.word == "wrong", found
+    return {row.what: row.holds for row in found.rows}
+
+
+def test_a_rank_with_another_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(model: Any, group: Any) -> None:
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3 * group.rank()
+
+    holds = planted(monkeypatch, fault)
+    assert holds["worst gradient"] is False and holds["leaks: documents"] is True
+
+
+def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(model: Any, group: Any) -> None:
+        def mixed(module: Any, given: Any, out: Any) -> Any:
+            return out + 1e-3 * out.mean(1, keepdim=True)
+
+        model.model.layers[0].mlp.register_forward_hook(mixed)
+
+    holds = planted(monkeypatch, fault)
+    assert holds["leaks: documents"] is False and holds["leaks: future tokens"] is False
+    assert holds["logits"] is False
+
+
+def test_bytes_that_nobody_predicted_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(model: Any, group: Any) -> None:
+        def sends(*_: Any) -> None:
+            longspan.comm.all_gather_tokens(
+                torch.zeros(1), axis=0, sizes=[1] * group.size(), group=group
+            )
+
+        model.model.layers[0].mlp.register_forward_hook(sends)
+
+    holds = planted(monkeypatch, fault)
+    assert holds["bytes sent"] is False
+    assert all(held is not False for what, held in holds.items() if what != "bytes sent")
+
+
+def test_slots_that_differ_are_counted_with_their_scores() -> None:
+    q, k = torch.eye(3)[:, None], torch.tensor([[4.0, 0, 0], [2, 0, 0], [1, 0, 0]])
+    found = _verifying._scores([q, k, torch.ones(3, 1)], 0, torch.tensor([0, 2]))
+    assert found.tolist() == [4.0, 1.0]
+    assert _verifying._joined([torch.tensor([[0, 1], [0, 1]])], [5]).tolist() == [[5, -1], [5, 6]]
+
+
+# ---- Folders.
+
+
+def folder(path: pathlib.Path, **options: Any) -> tuple[pathlib.Path, Any]:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **options
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    return path, model
+
+
+def test_a_folder_is_verified_by_its_twin_or_its_weights(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = folder(tmp_path / "model")
+    for more in ([], ["--weights"]):
+        status, (found,) = verdicts(capsys, str(path), "--ranks", "2", *SMALL, *more)
+        assert (status, found["word"]) == (0, "right"), found["why"]
+    (path / "model.safetensors").unlink()
+    assert verdicts(capsys, str(path), "--ranks", "2", *SMALL)[0] == 0  # a twin needs none
+    status, out, err = asked(capsys, str(path), "--ranks", "2", *SMALL, "--weights")
+    assert (status, out) == (2, "") and "do not load" in err
+
+
+def test_weights_of_another_shape_are_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = folder(tmp_path / "model", intermediate_size=48)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    status, out, err = asked(capsys, str(path), "--ranks", "2", *SMALL, "--weights")
+    assert (status, out) == (2, "")
+    assert "weights" in err and err.count("\n") == 1, err
+
+
+# ---- Reports.
+
+
+def test_the_report_is_one_page_without_scripts(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.html"
+    arguments = ["llama", "gptj", "--ranks", "2", *SMALL, "--report", str(report)]
+    status, out, _ = asked(capsys, *arguments)
+    assert status == 3 and out.endswith(f"report: {report}\n")
+    assert "1 right, 1 refused" in out
+    page = report.read_text()
+    assert "<script" not in page and not re.search(r'(src|href)="(?!data:|#)', page)
+    for word in ("1 right, 1 refused", "worst gradient", "numbering holds"):
+        assert word in page
+    assert page.count("data:image/svg+xml") >= 2
+    assert list(tmp_path.iterdir()) == [report]  # nothing beside it
+    assert report.stat().st_mode & 0o077  # others may read what they could
+
+
+@pytest.mark.parametrize("where", ["missing/out.html", "."])
+def test_a_report_that_cannot_be_written_is_said_first(
+    where: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / where)
+    status, out, err = asked(capsys, "llama", *SMALL, "--report", path)
+    assert (status, out) == (2, "") and f"the report '{path}' cannot be written: " in err
+
+
+# ---- Bad arguments: (arguments, what the sentence says).
+
+REFUSED = [
+    (["lama"], "'lama' is neither a causal family of transformers, such as llama, nor a folder"),
+    (["lama"], "like it are llama"),
+    (["./none"], "'./none' has no config.json"),
+    (["llama", "--ranks", "0"], "--ranks is 0; expected 1 to 64"),
+    (["llama", "--tokens", "many"], "'many' is no number of tokens"),
+    (["llama", "--tokens", "8"], "--tokens is 8; expected 16 to"),
+    (["llama", "--documents", "0"], "--documents is 0; expected at least 1"),
+    (["llama", "--weights"], "--weights goes with a folder, and 'llama' is none"),
+    (["all", "--weights"], "--weights goes with a folder"),
+    (["llama", "--jobs", "0"], "--jobs is 0"),
+    (["llama", "--dtype", "int8"], "invalid choice"),
+    ([], "MODEL"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+def test_a_bad_argument_gets_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = asked(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("longspan verify: ") and sentence in err and err.count("\n") == 1
+
+
+def test_documents_make_up_the_tokens() -> None:
+    for tokens in (8, 64, 4096):
+        for documents in (1, 2, 3, 4):
+            for seed in range(3):
+                lengths = lengths_of(tokens, documents, seed)
+                assert sum(lengths) == tokens and len(lengths) == documents and min(lengths) >= 1
+                assert documents < 3 or 1 in lengths
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["llama", "--ranks", "2", *SMALL]
+    command = [sys.executable, "-m", "longspan", "verify", *arguments, "--json"]
+    done = subprocess.run(
+        [*command, "--launcher", "torchrun"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    _, (one,) = verdicts(capsys, *arguments)
+    (other,) = json.loads(done.stdout)["models"]
+    for key in ("loss", "gradient_error", "sent_bytes"):
+        assert one["numbers"][key] == other["numbers"][key]
