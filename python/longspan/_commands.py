@@ -9,7 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,9 +97,32 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """The same command as processes of torchrun on this host."""
+def group_of(ranks: int) -> Any:
+    """The processes that were started as ranks."""
+    from longspan._group import Group
+
+    group = Group.from_environment()
+    if group.size() != ranks:
+        raise Refusal(f"--ranks is {ranks}, but {group.size()} were started")
+    return group
+
+
+@contextmanager
+def threads_for(ranks: int) -> Iterator[None]:
+    """Inside, so many ranks of this process share its threads of operators."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before // ranks, 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def launch(ranks: int, arguments: Sequence[str], more: Mapping[str, str] | None = None) -> int:
+    """The same command as processes of torchrun on this host, with some more variables."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "longspan", *arguments]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(more or {})}
     return subprocess.run(command, env=environment, check=False).returncode

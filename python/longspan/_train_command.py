@@ -23,14 +23,15 @@ from longspan._commands import (
     Arguments,
     Refusal,
     family_named,
+    group_of,
     is_launched,
     launch,
     need_transformers,
     number,
     one_line,
     progress,
+    threads_for,
 )
-from longspan._group import Group
 from longspan._models import AUTO
 from longspan._printing import printed
 from longspan._shrinking import positions_of
@@ -64,14 +65,15 @@ def main(arguments: Sequence[str]) -> int:
         begin = _begin(given, course, model)
         if given.launcher == "torchrun" and not is_launched():
             return launch(given.ranks, ["train", *arguments])
-        group = _group(given)
+        group = group_of(given.ranks) if is_launched() else None
     except (Refusal, Torn) as refusal:
         print(f"{_WHO}: {refusal}", file=sys.stderr)
         return BAD_USAGE
     leads = group is None or group.rank() == 0
     tell = _teller(given) if leads else lambda _: None
     try:
-        losses = train(model, corpus, course, wishes, begin=begin, group=group, tell=tell)
+        with threads_for(1 if group is not None else given.ranks):
+            losses = train(model, corpus, course, wishes, begin=begin, group=group, tell=tell)
         if leads and given.curve is not None:
             title = f"{course.family}, loss of a byte, {given.ranks} ranks"
             drawn = loss_curve(losses, 1, title)
@@ -194,16 +196,6 @@ def _begin(given: argparse.Namespace, course: Course, model: Any) -> Checkpoint 
         raise Refusal(f"'{path}' has {found.steps} steps already; give more than that as --steps")
     progress(_WHO, f"going on from step {found.steps} of '{path}'")
     return found
-
-
-def _group(given: argparse.Namespace) -> Group | None:
-    if given.launcher == "threads" and not is_launched():
-        torch.set_num_threads(max(torch.get_num_threads() // given.ranks, 1))
-        return None
-    group = Group.from_environment()
-    if group.size() != given.ranks:
-        raise Refusal(f"--ranks is {given.ranks}, but {group.size()} were started")
-    return group
 
 
 def _teller(given: argparse.Namespace) -> Any:

@@ -28,12 +28,14 @@ from longspan._commands import (
     Refusal,
     config_in,
     family_named,
+    group_of,
     is_launched,
     launch,
     need_transformers,
     number,
     one_line,
     progress,
+    threads_for,
 )
 from longspan._group import Group
 from longspan._models import AUTO
@@ -88,8 +90,9 @@ def main(arguments: Sequence[str]) -> int:
                 raise Refusal(f"the report '{given.report}' cannot be written: {why}")
         if given.launcher == "torchrun" and not is_launched():
             return _launched(given.ranks, arguments)
-        group = _group(given)
-        verdicts = list(_verdicts(targets, wishes, group, given.jobs))
+        group = group_of(given.ranks) if is_launched() else None
+        with threads_for(1 if group is not None else given.ranks):
+            verdicts = list(_verdicts(targets, wishes, group, given.jobs))
     except (Refusal, Unfit) as refusal:
         print(f"{_WHO}: {refusal}", file=sys.stderr)
         return _status(BAD_USAGE)
@@ -221,22 +224,10 @@ def _with_weights(transformers: Any, folder: str) -> Any:
     return model.eval()
 
 
-def _group(given: argparse.Namespace) -> Group | None:
-    """Where ranks are processes; None where they are threads."""
-    if given.launcher == "threads" and not is_launched():
-        torch.set_num_threads(max(torch.get_num_threads() // given.ranks, 1))
-        return None
-    group = Group.from_environment()
-    if group.size() != given.ranks:
-        raise Refusal(f"--ranks is {given.ranks}, but {group.size()} were started")
-    return group
-
-
 def _launched(ranks: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "status"
-        os.environ[_STATUS] = str(kept)
-        status = launch(ranks, ["verify", *arguments])
+        status = launch(ranks, ["verify", *arguments], {_STATUS: str(kept)})
         return int(kept.read_text()) if kept.exists() else status or WRONG
 
 

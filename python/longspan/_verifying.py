@@ -453,13 +453,13 @@ def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> i
     """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
     their layers several times, or without gradients, which is counted here."""
     plain = [cost for cost in layers if cost.layer.selects is None and cost.layer.pools is None]
-    once = sum(cost.sent_forward + cost.sent_backward for cost in layers)
+    once: int = sum(cost.sent_forward + cost.sent_backward for cost in layers)
     kinds: dict[Any, set[tuple[int, int]]] = {}
     for cost in plain:
         kinds.setdefault(cost.layer.window, set()).add((cost.sent_forward, cost.sent_backward))
     if len(attended) == len(plain) or any(len(kinds.get(w, ())) != 1 for w, _ in attended):
         return once
-    total = once - sum(cost.sent_forward + cost.sent_backward for cost in plain)
+    total: int = once - sum(cost.sent_forward + cost.sent_backward for cost in plain)
     for window, learns in attended:
         ((forward, backward),) = kinds[window]
         total += forward + backward * learns

@@ -173,6 +173,21 @@ def test_every_depth_is_that_of_each_document_alone(
         assert float((found[name] - gradient).abs().max()) <= 1e-11 * size, name
 
 
+def test_every_depth_has_the_positions_of_its_tokens() -> None:
+    """Rotations do not show a shift that all tokens have; other positions would."""
+    model = longspan.parallelize(model_of("glm4_moe"))
+    mtp, told = mtp_of(model), []
+    forward = mtp.forward_layer
+
+    def heard(depth: int, states: Any, positions: Any, *rest: Any, **more: Any) -> Any:
+        told.append(positions[0].tolist())
+        return forward(depth, states, positions, *rest, **more)
+
+    mtp.forward_layer = heard
+    longspan.mtp_losses(model, mtp, longspan.shard(packed([3, 5]).batch, model=model))
+    assert told == [[p + d for p in (0, 1, 2, 0, 1, 2, 3, 4)] for d in (1, 2, 3)]
+
+
 # ---- Refusals.
 
 
