@@ -4,6 +4,7 @@ borders, and states that runs hand on, against each document alone."""
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -340,3 +341,58 @@ def test_caches_are_refused(family: str) -> None:
     x = torch.zeros(1, 22, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="got a cache, which would hold this rank's tokens"):
         layer(hidden_states=x, cache_params=cache, **{KEYWORD: local[KEYWORD]})
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "name"),
+    [
+        ("mamba2", "mamba2.modeling_mamba2", "mamba2_split_conv1d_scan_combined"),
+        ("mamba", "mamba.modeling_mamba", "mamba_inner_fn"),
+    ],
+)
+def test_kernels_that_hide_the_seams_stay_off(
+    family: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training; ours call the module's other functions, whatever those are."""
+    home = importlib.import_module(f"transformers.models.{module}")
+
+    def fused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel that knows nothing of borders was called")
+
+    calls = []
+    plain = home.causal_conv1d_fn
+
+    def convolution(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(home, name, fused)
+    monkeypatch.setattr(home, "causal_conv1d_fn", convolution)
+    model = longspan.parallelize(decoder(family).train(), proof=False)
+    out = model(**longspan.shard(packed([17, 5]).batch, model=model))
+    assert out.loss.isfinite() and calls
+
+
+def test_training_gives_the_same_losses() -> None:
+    """Twenty steps on 1 and 4 ranks, float64 throughout."""
+    case = packed([11, 17, 1, 8])
+
+    def train(group: Group) -> list[float]:
+        model = longspan.parallelize(decoder("mamba2"), group, proof=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses = []
+        for _ in range(20):
+            local = longspan.shard(case.batch, group, model=model)
+            with AllDouble():
+                loss = model(**local).loss
+                loss.backward()
+            longspan.sum_gradients(model, group)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    alone = run_ranks(1, train)[0]
+    over = [sum(step) for step in zip(*run_ranks(4, train), strict=True)]
+    assert alone[-1] < alone[0]
+    assert over == pytest.approx(alone, rel=1e-10)

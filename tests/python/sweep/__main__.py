@@ -29,7 +29,8 @@ with random weights: {named} families and {more} configurations. Made by `make s
 *right* means that logits and every gradient over 2 and 3 ranks, with packed, left-padded and
 right-padded batches, are those of each document alone, to the largest difference shown
 (relative to the largest value of the tensor, float64; many families compute norms, rotary tables or
-routers in float32). *refused* means that `parallelize` raises the message. *not made* means
+routers in float32; families with scans, which are float32 throughout, were made to compute in
+float64). *refused* means that `parallelize` raises the message. *not made* means
 that transformers itself does not build or run the family from its own defaults, on a CPU
 and with nothing but `input_ids`.
 
