@@ -28,6 +28,7 @@ from longspan._memory import LiveBytes
 from longspan._models import AUTO, parallelize
 from longspan._parity import changed_inside, movement, outputs_of
 from longspan._proving import ordinary_ids
+from longspan._recipes import recipes_in
 from longspan._rulers import (
     IGNORED,
     AllDouble,
@@ -251,6 +252,9 @@ class _Truth:
     measured: bool
     #: Selected keys of the plain model: for each indexer [tokens, slots], -1 where empty.
     selected: list[Tensor]
+    #: Whether ranks are to be float64 throughout as well: scans are float32 from end to end,
+    #: and two ways to cut a document into chunks differ by more than most faults.
+    throughout: bool
 
     @staticmethod
     def of(model: Any, case: Case, dtype: torch.dtype, tell: Tell) -> _Truth:
@@ -274,7 +278,10 @@ class _Truth:
         loss = abs(plain.loss - answer.loss) / abs(answer.loss or 1.0)
         starts = [d.begin for d in case.documents]
         keys = [_joined(parts, starts) for parts in selected]
-        return _Truth(answer, plain, errors, loss, measured and answer is not plain, keys)
+        known = measured and answer is not plain
+        scans = any(recipe.carries for _, _, recipe in recipes_in(model))
+        throughout = known and scans and dtype == torch.float64
+        return _Truth(answer, plain, errors, loss, known, keys, throughout)
 
 
 class _watched_indexers:
@@ -371,6 +378,13 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
         loss = loss_of(logits, wanted, count)
         loss.backward()  # type: ignore[no-untyped-call]
     seconds, sent = time.monotonic() - begin, group.sent_bytes - before
+    predicted, attending = _predicted(said.layers, attended), len(attended)
+    if truth.throughout:
+        mine.zero_grad()
+        with AllDouble():  # type: ignore[no-untyped-call]
+            logits = mine(**local).logits
+            loss = loss_of(logits, wanted, count)
+            loss.backward()  # type: ignore[no-untyped-call]
     sum_gradients(mine, group)
     whole = unshard(logits.detach(), local, group=group)
     answer = Answer(
@@ -379,7 +393,6 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
         gradients_of(mine),
     )
     mine.zero_grad()
-    predicted = _predicted(said.layers, attended)
     numbers = torch.tensor([[sent, predicted, live.peak + weights]], dtype=torch.int64)
     ones = [1] * group.size()
     every = all_gather_tokens(numbers, axis=0, sizes=ones, group=group).T.tolist()
@@ -393,7 +406,7 @@ def _on_rank(model: Any, case: Case, wishes: Wishes, truth: _Truth, group: Group
         seconds=seconds,
         cut=local.cut,
         layers=list(said.layers),
-        attended=len(attended),
+        attended=attending,
         strategy=wishes.strategy,
     )
 
@@ -452,7 +465,11 @@ def _watch(
 def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> int:
     """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
     their layers several times, or without gradients, which is counted here."""
-    plain = [cost for cost in layers if cost.layer.selects is None and cost.layer.pools is None]
+    plain = [
+        cost
+        for cost in layers
+        if cost.layer.selects is cost.layer.pools is cost.layer.recurrence is None
+    ]
     once: int = sum(cost.sent_forward + cost.sent_backward for cost in layers)
     kinds: dict[Any, set[tuple[int, int]]] = {}
     for cost in plain:
@@ -544,13 +561,15 @@ def _judged(
         _bounded("logits", "off by", logits, plain_logits, floor),
         _bounded("worst gradient", "off by", gradient, plain_gradient, floor, f" ({where})"),
     ]
-    nearest = worst_of(distances(found.answer, truth.plain, _CANCELLED))[1]
+    like = truth.answer if truth.throughout else truth.plain
+    nearest = worst_of(distances(found.answer, like, _CANCELLED))[1]
     # Where experts or keys are chosen otherwise in float64 throughout, only this is strict.
     strict = wishes.dtype == torch.float64
     rows.append(
         Row(
             "against the plain model",
-            f"logits and gradients off by {nearest:.1e}",
+            f"logits and gradients off by {nearest:.1e}"
+            + (", all in float64" if truth.throughout else ""),
             f"{_NEARLY:.1e}" if strict else "",
             nearest <= _NEARLY if strict else None,
         )
