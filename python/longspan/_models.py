@@ -500,7 +500,7 @@ def parallelize(
     tiles = Tiles.of(loss_tile, mlp_tile, offload)
     with Agreement("parallelize", ranks) as agreement:
         layers = _transformers.attention_layers(model)
-        state = Parallelized(ranks, strategy, _chosen(layout, layers), layers)
+        state = Parallelized(ranks, strategy, layout, layers)
         state.proof = admit(model, ranks, proof, agreement)
         state.tiles = with_tails(model, proof, tiles)
     state.first_position = _transformers.first_position(model)
@@ -508,15 +508,6 @@ def parallelize(
     if check_steps and ranks.size() > 1:
         guard(model)
     return model
-
-
-def _chosen(layout: str | _C.Ownership, layers: Sequence[AttentionLayer]) -> str | _C.Ownership:
-    """The layout that "auto" stands for where states are carried: every run is a border, so
-    as few as even out the work."""
-    scans = [layer.recurrence is not None for layer in layers]
-    if layout != AUTO or not any(scans):
-        return layout
-    return "contiguous-rows" if all(scans) else "head-tail"
 
 
 def set_up(model: torch.nn.Module, state: Parallelized) -> None:
