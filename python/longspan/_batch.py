@@ -428,8 +428,10 @@ def share(
         if state.eyes is not None:
             batch, pictures = without_pictures(batch)
     rows, others = reading.rows_of(batch)
-    if layout is None:
-        layout = "head-tail" if state is None else state.layout
+    if state is not None:
+        layout = state.layout_for(layout)
+    elif layout is None:
+        layout = "head-tail"
     if state is None:
         return _cut(reading.who, batch, rows, others, place, agreement, layout, form, multiple, {})[
             0

@@ -249,7 +249,9 @@ def explain(
         nobody = Agreement("explain", None)
         reading = Reading(who="explain")
         # Plans of layers ask a group; what we need of them is made below.
-        cutting = state if place is None else replace(state, layers=[])
+        cutting = state
+        if place is not None:
+            cutting = replace(state, layers=[], layout=state.layout_for())
         local = share(given, place or Place.in_group(state.group), nobody, cutting, reading)
     cut = local.cut
     groups = local[KEYWORD].groups if KEYWORD in local else ()

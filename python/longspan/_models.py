@@ -166,6 +166,15 @@ class Parallelized:
         """Each kind of mask that its layers need, once."""
         return list(dict.fromkeys((layer.window, layer.groups) for layer in self.layers))
 
+    def layout_for(self, wish: str | _C.Ownership | None = None) -> str | _C.Ownership:
+        """How a batch is cut, where a wish for it alone comes before the model's. Every run is
+        a border that states cross, so "auto" means few of them where layers have any."""
+        layout = self.layout if wish is None else wish
+        carried = [layer.recurrence is not None for layer in self.layers]
+        if isinstance(layout, str) and layout == AUTO and any(carried):
+            return "contiguous-rows" if all(carried) else "head-tail"
+        return layout
+
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
         """Sets an attribute of one instance and remembers what was there."""
         self.undo.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))

@@ -373,6 +373,26 @@ def test_kernels_that_hide_the_seams_stay_off(
     assert out.loss.isfinite() and calls
 
 
+@pytest.mark.parametrize(
+    ("family", "owners"),
+    [("mamba2", Ownership.contiguous), ("qwen3_next", Ownership.head_tail)],
+)
+def test_batches_are_cut_into_few_runs(family: str, owners: Any) -> None:
+    case = packed([40, 24])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family), group, proof=False)
+        for wish in ({}, {"layout": "auto"}):
+            local = longspan.shard(case.batch, group, model=model, **wish)
+            assert local.cut.ownership == owners(64, 4)
+        other = longspan.shard(case.batch, group, model=model, layout="per-document-head-tail")
+        assert other.cut.ownership != owners(64, 4)
+
+    run_ranks(4, body)
+    said = longspan.explain(decoder(family), [40, 24], ranks=4, rank=1)
+    assert f"balance of {'contiguous-rows' if family == 'mamba2' else 'head-tail'}:" in str(said)
+
+
 def test_training_gives_the_same_losses() -> None:
     """Twenty steps on 1 and 4 ranks, float64 throughout."""
     case = packed([11, 17, 1, 8])
