@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -289,7 +290,10 @@ def _one(target: _Target, wishes: Wishes, group: Group | None = None) -> Verdict
             progress(_WHO, f"{target.name}: {what}")
 
     make: Callable[[int], Any] = target.make
-    return verify(target.name, make, wishes, group=group, tell=tell)
+    try:
+        return verify(target.name, make, wishes, group=group, tell=tell)
+    finally:
+        gc.collect()  # models hold themselves; the next one needs the memory
 
 
 def _announce(index: int, targets: Sequence[_Target], verdict: Verdict) -> None:

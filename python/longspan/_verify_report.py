@@ -45,7 +45,8 @@ _HOW = """\
 Each model has random weights (unless its own were asked for) and one row of packed documents.
 <em>found</em> is the model over ranks against the model itself on each document alone, in float64
 throughout; <em>allowed</em> is twice what the plain model in the same type is off by, or a few
-roundings where that is less. Errors are relative to the largest value of a tensor. A leak is a
+roundings where that is less. <em>to plain</em> is how far logits and gradients are from the plain
+model as it is. Errors are relative to the largest value of a tensor. A leak is a
 token whose output moved although only other documents, or only later tokens, were changed."""
 
 
@@ -85,7 +86,7 @@ def _transformers() -> str:
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
-    titles = ("model", "", "loss", "worst gradient", "allowed", "leaks", "bytes sent", "time")
+    titles = ("model", "", "loss", "worst gradient", "allowed", "to plain", "leaks", "bytes sent")
     rows = []
     for v in verdicts:
         name = escape(v.model)
@@ -99,9 +100,9 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
                 f"{v.numbers['loss']:.4f}",
                 f"{v.numbers['gradient_error']:.1e}",
                 gradient.allowed,
+                f"{v.numbers['error_to_plain']:.1e}",
                 str(leaks),
                 found["bytes sent"].found,
-                f"{v.seconds:.1f} s",
             )
             cells += [f'<td class="n">{escape(value)}</td>' for value in values]
         else:

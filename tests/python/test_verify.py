@@ -70,6 +70,17 @@ def test_a_refused_family_ends_with_3_and_the_reason(capsys: pytest.CaptureFixtu
     assert "does not look its attention up by name" in out
 
 
+def test_a_terminal_is_told_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, err = asked(capsys, "llama", "gptj", "--ranks", "2", *SMALL)
+    assert status == 3 and "longspan verify: " not in out
+    for line in ("llama: the proof ...", "llama: 2 ranks ...", "gptj: making the model ..."):
+        assert f"longspan verify: {line}\n" in err
+    assert "[1/2] llama (LlamaForCausalLM): right in " in err
+
+
 # ---- Wrong models: each is found by the row that is for it.
 
 
