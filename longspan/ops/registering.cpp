@@ -26,8 +26,7 @@ bool is_last_use(const Tensors& kept) {
   return std::all_of(kept.begin(), kept.end(), [](const at::Tensor& t) {
     return !t.key_set().has_any(c10::DispatchKeySet(
                {c10::DispatchKey::Python, c10::DispatchKey::Functionalize})) &&
-           !t.is_meta() && t.use_count() <= kHolders &&
-           t.storage().use_count() == 1;
+           t.use_count() <= kHolders && t.storage().use_count() == 1;
   });
 }
 
