@@ -462,14 +462,19 @@ def _watch(
     vars(attention)["select_keys"], vars(attention)["attend"] = selected, attending
 
 
-def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> int:
-    """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
-    their layers several times, or without gradients, which is counted here."""
-    plain = [
+def _attending(layers: Sequence[Any]) -> list[Any]:
+    """Costs of the layers that call attention itself."""
+    return [
         cost
         for cost in layers
         if cost.layer.selects is cost.layer.pools is cost.layer.recurrence is None
     ]
+
+
+def _predicted(layers: Sequence[Any], attended: Sequence[tuple[Any, bool]]) -> int:
+    """Bytes that `explain` foretells. It says what a call of a layer sends; some families call
+    their layers several times, or without gradients, which is counted here."""
+    plain = _attending(layers)
     once: int = sum(cost.sent_forward + cost.sent_backward for cost in layers)
     kinds: dict[Any, set[tuple[int, int]]] = {}
     for cost in plain:
@@ -595,8 +600,9 @@ def _judged(
                 slots.near <= _NEAR,
             )
         )
-    once = sum(c.layer.selects is None and c.layer.pools is None for c in found.layers)
-    times = f" for {found.attended} calls" if found.attended != once else ""
+    once = len(_attending(found.layers))
+    several = f"{found.attended} call{'s' * (found.attended != 1)}"
+    times = f" for {several}" if found.attended != once else ""
     rows += [
         Row(
             "bytes sent",
