@@ -3,6 +3,7 @@ borders, and states that runs hand on, against each document alone."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from typing import Any
@@ -416,3 +417,53 @@ def test_training_gives_the_same_losses() -> None:
     over = [sum(step) for step in zip(*run_ranks(4, train), strict=True)]
     assert alone[-1] < alone[0]
     assert over == pytest.approx(alone, rel=1e-10)
+
+
+def test_autocast_sends_what_explain_says() -> None:
+    """Rows before a border travel in autocast's type, states in float32."""
+    case = LONG["straddling"]
+
+    def body(group: Group) -> float:
+        model = longspan.parallelize(decoder("qwen3_next", torch.float32), group, proof=False)
+        local = longspan.shard(case.batch, group, model=model)
+        before = group.sent_bytes
+        with torch.autocast("cpu", torch.bfloat16):
+            said = longspan.explain(model, case.batch, group)
+            loss = model(**local).loss
+        assert sum(cost.sent_forward for cost in said.layers) == group.sent_bytes - before
+        loss.backward()
+        return float(loss.detach())
+
+    assert sum(run_ranks(2, body)) == pytest.approx(run_ranks(1, body)[0], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted"), [("qwen3_next", ["in_proj_qkvz", "q_proj"]), ("mamba2", ["in_proj"])]
+)
+def test_adapters_learn_what_they_learn_on_one_rank(family: str, adapted: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    case = LONG["straddling"]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        decoder(family), peft.LoraConfig(r=2, target_modules=adapted, lora_dropout=0.0)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+    def learned(ranks: int) -> dict[str, Tensor]:
+        copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+        def body(group: Group) -> dict[str, Tensor]:
+            mine = longspan.parallelize(copies[group.rank()], group, proof=False)
+            with AllDouble():
+                mine(**longspan.shard(case.batch, group, model=mine)).loss.backward()
+            return gradients_of(mine)
+
+        shares = run_ranks(ranks, body)
+        return {name: sum(share[name] for share in shares) for name in shares[0]}  # type: ignore[misc]
+
+    one, two = learned(1), learned(2)
+    assert one and one.keys() == two.keys()
+    for name, gradient in one.items():
+        assert (two[name] - gradient).abs().max() <= 1e-11 * gradient.abs().max(), name
