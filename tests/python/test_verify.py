@@ -48,7 +48,8 @@ def test_a_family_of_each_kind_is_right(family: str, capsys: pytest.CaptureFixtu
     numbers = found["numbers"]
     assert numbers["leaks"] == {"documents": 0, "future tokens": 0}
     assert numbers["sent_bytes"] == numbers["predicted_bytes"]
-    assert len(numbers["sent_bytes"]) == int(RIGHT[family]) and min(numbers["peak_bytes"]) > 0
+    assert len(numbers["sent_bytes"]) == int(RIGHT[family])
+    assert numbers["peak_bytes"] is None or numbers["peak_bytes"] > 1e5
     assert numbers["gradient_error"] <= max(2 * numbers["plain"]["gradient_error"], 1e-12)
     slots = numbers["slots"]
     assert slots is None if family != "glm_moe_dsa" else slots["differ"] == 0 < slots["of"]
