@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -261,7 +261,11 @@ def _verdicts(
             tasks = [pool.submit(_one, target, wishes) for target in targets]
             try:
                 for index, task in enumerate(tasks):
-                    verdict = task.result()
+                    try:
+                        verdict = task.result()
+                    except BrokenExecutor as error:
+                        why = f"a process that verified models ended: {one_line(error)}"
+                        verdict = Verdict(targets[index].name, "wrong", why)
                     _announce(index, targets, verdict)
                     yield verdict
             finally:
