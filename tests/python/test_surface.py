@@ -117,12 +117,21 @@ MODULES = {
 }
 
 
+#: What takes most of a second to import and few programs need.
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers")
+
+
 def test_the_top() -> None:
     assert sorted(longspan.__all__) == sorted([*TOP, *MODULES])
     # In an interpreter of its own: other tests may have imported more below it.
-    lines = "import longspan; print(*(n for n in dir(longspan) if not n.startswith('_')))"
+    lines = (
+        "import sys, longspan; print(*(n for n in dir(longspan) if not n.startswith('_')))\n"
+        f"print(*(n for n in {HEAVY} if n in sys.modules))"
+    )
     seen = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
-    assert set(seen.stdout.split()) == {*TOP, *MODULES} - {"__version__"}
+    names, heavy = seen.stdout.splitlines()
+    assert set(names.split()) == {*TOP, *MODULES} - {"__version__"}
+    assert not heavy, f"importing longspan imports {heavy}, which takes longer than all of it"
 
 
 @pytest.mark.parametrize("name", MODULES)

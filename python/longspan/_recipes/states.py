@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -370,7 +371,6 @@ def _forward(module: Any, own: Function, *arguments: Any, **options: Any) -> Any
         return own(module, *arguments, **options)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_keyword(
     table: Mapping[str, Function], module: Any, *arguments: Any, **options: Any
 ) -> Any:
@@ -379,6 +379,23 @@ def _with_keyword(
     local = {KEYWORD: options[KEYWORD]}
     names = {name: functools.partial(function, **local) for name, function in table.items()}
     return rebound(kind_of(module).forward, names)(module, *arguments, **options)
+
+
+_disabling = threading.Lock()
+
+
+def _outside_graphs(function: Function) -> Function:
+    """The same function, which compiled code calls as it is."""
+    # What this imports takes a second, and ranks that are threads would do so at once.
+    with _disabling:
+        made: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _named(function: Any, kind: Any) -> Any:
+    """A forward that says whose it is, as every method does."""
+    function.__name__, function.__qualname__ = "forward", kind.forward.__qualname__
+    return function
 
 
 class _StandIn:
@@ -415,7 +432,8 @@ def _redirect_on(child: str, name: str, module: Any, state: Parallelized) -> Non
             f"parallelize: `forward` of '{name or type(module).__name__}' was replaced already, so "
             f"what it does is not known; put the family's own back first"
         )
-    state.replace(module, "forward", functools.partial(_hand_on, module, child))
+    forward = functools.partial(_hand_on, module, child)
+    state.replace(module, "forward", _named(forward, kind_of(module)))
 
 
 def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
@@ -435,7 +453,7 @@ def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
         table |= dict.fromkeys(form.fused, _not_fused)
         made = rebound(kind.forward, table)
         if not form.hands_on:
-            made = functools.partial(_with_keyword, table)
+            made = functools.partial(_outside_graphs(_with_keyword), table)
     except CannotRebind as error:
         import transformers
 
@@ -443,7 +461,7 @@ def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
             f"parallelize: the forward of '{name}' ({kind.__name__}) of transformers "
             f"{transformers.__version__} {error}, so its states cannot be carried over ranks"
         ) from error
-    state.replace(module, "forward", functools.partial(_forward, module, made))
+    state.replace(module, "forward", _named(functools.partial(_forward, module, made), kind))
 
 
 def _layer(form: _Form, name: str, module: Any) -> AttentionLayer:
