@@ -97,19 +97,25 @@ def main(
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("--save", type=pathlib.Path, help="also write the table here")
+    parser.add_argument("--parts", help="only these, counted from 1, such as 2,5")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     options = parser.parse_args()
     rows: list[Row] = []
     todo = parts(options.build)
+    command = "make bench"
+    if options.parts:
+        todo = [todo[int(one) - 1] for one in options.parts.split(",")]
+        script = pathlib.Path(sys.argv[0])
+        command = f"python {script.parent.name}/{script.name} build/dev --parts {options.parts}"
     for i, part in enumerate(todo):
         if sys.stderr.isatty():
             print(f"\rbench {i + 1}/{len(todo)} ", end="", file=sys.stderr, flush=True)
         torch.set_num_threads(1)
         rows += part()
+        if options.save:  # whoever stops it keeps what there is
+            write_whole(options.save, report(rows, title, threads, command))
     if sys.stderr.isatty():
         print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
-    text = report(rows, title, threads)
+    text = report(rows, title, threads, command)
     print(json.dumps(rows, indent=2) + "\n" if options.json else text, end="")
-    if options.save:
-        write_whole(options.save, text)
     return 0 if all(r["right"] for r in rows) else 1

@@ -84,15 +84,52 @@ def v4(kind: str) -> Any:
     return transformers.DeepseekV4Model(transformers.DeepseekV4Config(**V4, layer_types=[kind]))
 
 
+#: 16 heads of 128 channels, keys and values; a convolution of 4 tokens.
+NEXT = COMMON | {
+    "hidden_size": 1024,
+    "layer_types": ["linear_attention"],
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mlp_only_layers": [0],
+}
+#: 32 heads of 64 channels, states of 128.
+MAMBA2 = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "hidden_size": 1024,
+    "num_heads": 32,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "pad_token_id": 0,
+}
+LFM2 = COMMON | {
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "layer_types": ["conv"],
+    "block_auto_adjust_ff_dim": False,
+}
+
 MODELS: dict[str, Callable[[], Any]] = {
     "glm": glm,
     "v4_4": lambda: v4("compressed_sparse_attention"),
     "v4_128": lambda: v4("heavily_compressed_attention"),
+    "qwen3_next": lambda: transformers.Qwen3NextModel(transformers.Qwen3NextConfig(**NEXT)),
+    "mamba2": lambda: transformers.Mamba2Model(transformers.Mamba2Config(**MAMBA2)),
+    "lfm2": lambda: transformers.Lfm2Model(transformers.Lfm2Config(**LFM2)),
 }
 NAMES = {
     "glm": "GLM-5.2 layer (H 8, 512+64, 32x128 indexer, k 512)",
     "v4_4": "DeepSeek-V4 layer (H 8, 512, pools of 4, 32x128 indexer, k 512)",
     "v4_128": "DeepSeek-V4 layer (H 8, 512, pools of 128)",
+    "qwen3_next": "Qwen3-Next layer (1024 wide, 16 x 128)",
+    "mamba2": "Mamba 2 layer (1024 wide, 32 x 64, states of 128)",
+    "lfm2": "LFM2 layer (1024 wide, 3 tokens)",
 }
 
 
@@ -240,6 +277,27 @@ def rank_rows(family: str, tokens: int, wanted: float) -> list[Row]:
     ]
 
 
+def byte_rows(family: str) -> list[Row]:
+    """What one rank of 4 sends for a layer with a state, as `explain` has it: tests show that
+    it is what is sent."""
+    model = longspan.parallelize(model_of(family), proof=False)
+    sent = []
+    for tokens in (4096, 65536):
+        said = longspan.explain(model, [tokens], ranks=4, rank=1)
+        sent.append(sum(cost.sent_forward for cost in said.layers))
+    return [
+        {
+            "work": f"{NAMES[family]}: bytes that rank 1 of 4 sends forward, T 65536",
+            "right": True,
+            "ours": f"{sent[1]:,}",
+            "other": f"T 4096: {sent[0]:,}",
+            "ratio": f"{sent[1] / sent[0]:.3g}x",
+            "bar": "1x",
+            "met": sent[0] == sent[1],
+        }
+    ]
+
+
 def parts(_: pathlib.Path) -> list[Part]:
     return [
         lambda: speed_rows("glm", 4096, 1.3),
@@ -250,6 +308,10 @@ def parts(_: pathlib.Path) -> list[Part]:
         lambda: memory_rows("v4_128", 4096, 5, None),
         lambda: rank_rows("v4_4", 4096, 1.15),
         lambda: rank_rows("v4_128", 4096, 1.15),
+        lambda: rank_rows("qwen3_next", 8192, 1.35),
+        lambda: rank_rows("mamba2", 8192, 1.12),
+        lambda: rank_rows("lfm2", 8192, 1.05),
+        lambda: byte_rows("qwen3_next") + byte_rows("mamba2"),
     ]
 
 
