@@ -66,10 +66,11 @@ def become(request: dict[str, object]) -> None:
     assert isinstance(arguments, list) and isinstance(environment, dict)
     os.environ.clear()
     os.environ.update(environment)
-    places = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [place for place in places if place and place not in sys.path]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     script, *rest = arguments
+    # In front of the rest is where this script lies; a rank's own comes there.
+    places = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [place for place in places if place and place not in sys.path[1:]]
     if script != "-c":
         sys.argv = arguments
         sys.path[0] = str(pathlib.Path(script).parent)
