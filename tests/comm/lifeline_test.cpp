@@ -31,15 +31,16 @@ struct Listener {
     if (made.process == 0) {
       setenv("GLOO_SOCKET_IFNAME", "lo", 1);
       const std::string address = Lifeline::address() + "\n";
-      const bool told = write(words[1], address.data(), address.size()) > 0;
       if (fork() == 0) {
         // Until the test closes its end.
         close(life[1]);
         char nothing = 0;
-        _exit(read(life[0], &nothing, 1) == 0 && told ? 0 : 1);
+        _exit(read(life[0], &nothing, 1) == 0 ? 0 : 1);
       }
       close(life[0]);
       close(life[1]);
+      // Only now, so that the child is there when this process is killed.
+      if (write(words[1], address.data(), address.size()) <= 0) _exit(1);
       for (;;) pause();
     }
     close(life[0]);
