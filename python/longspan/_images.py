@@ -8,7 +8,7 @@ the same way. An image may lie across shares, and its features may all be needed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,20 +76,13 @@ def is_tower(module: nn.Module, name: str) -> bool:
 def beside_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, by name, but for towers and what is in them: those see whole
     pictures, and no tokens that could be cut."""
-    seen: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name, module
-        inside = [
-            (f"{name}.{key}" if name else key, child)
-            for key, child in module._modules.items()
-            if child is not None and not is_tower(module, key)
-        ]
-        stack.extend(reversed(inside))
+    towers = {
+        child
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is not None and is_tower(module, name)
+    }
+    yield from model.named_modules(memo=towers)
 
 
 def without_towers(config: Any) -> Any:
@@ -183,9 +176,9 @@ class Routes:
 # ---- Batches.
 
 
-def check_pictures(who: str, model: nn.Module, batch: Mapping[str, Any]) -> None:
+def check_pictures(who: str, parts: Iterable[Any], batch: Mapping[str, Any]) -> None:
     """Refuses pictures and soft tokens that do not belong together, and sound."""
-    whole = _whole(model)
+    whole = _whole(parts)
     if whole is None:
         return
     name, config = type(whole).__name__, whole.config
@@ -271,8 +264,6 @@ def add_pictures(
     local: LocalBatch, ids: Tensor, pictures: Mapping[str, Any], config: Any
 ) -> dict[str, Routes]:
     """Puts this rank's pictures into its share; returns where their features go."""
-    if not pictures:
-        return {}
     cut, ranks = local.cut, local.cut.ranks
     sizes = [cut.ownership.local_tokens(rank) for rank in range(ranks)]
     rows = cut.rows if cut.form == "rows" else 1
@@ -308,18 +299,18 @@ def add_pictures(
 # ---- Models.
 
 
-def _whole(model: nn.Module) -> Any:
-    """The model inside that holds the towers and the decoder."""
-    for module in model.modules():
-        if has_eyes(vars(module).get("config")) and hasattr(module, "get_placeholder_mask"):
-            return module
+def _whole(parts: Iterable[Any]) -> Any:
+    """Of the models of transformers in one, that which holds the towers and the decoder."""
+    for part in parts:
+        if has_eyes(part.config) and hasattr(part, "get_placeholder_mask"):
+            return part
     return None
 
 
-def redirect(model: nn.Module, state: Any) -> None:
+def redirect(parts: Iterable[Any], state: Any) -> None:
     """Lets the features of the whole group's pictures enter where a model takes features
     that are ready."""
-    whole = _whole(model)
+    whole = _whole(parts)
     if whole is not None and whole.config.vision_config is not None:
         state.eyes = whole.config
         state.look_before(whole, _enter)

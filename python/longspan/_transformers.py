@@ -205,7 +205,7 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
-    redirect_images(model, state)
+    redirect_images(_pretrained(model), state)
     _tiles.redirect(whole_models(model), state)
     for part in _pretrained(model):
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
@@ -259,7 +259,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         check_inputs("shard", batch)
     parts = list(_pretrained(model))
-    check_pictures("shard", model, batch)
+    check_pictures("shard", parts, batch)
     check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
     _routers.check_batch(model, parts, batch)
     for recipe in {recipe.family: recipe for _, _, recipe in recipes_in(model)}.values():

@@ -98,3 +98,17 @@ def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
     for name, gradient in true.gradients.items():
         error = (ours.gradients[name] - gradient).abs().max()
         assert error <= tolerance * gradient.abs().max(), name
+
+
+def sends_what_it_says(model: Any, batch: Any, group: Group) -> tuple[Any, Any]:
+    """That a step of a parallelized model sends the bytes that `explain` tells, forward and
+    backward; what it told, and the rank's share."""
+    said = longspan.explain(model, batch, group)
+    local = longspan.shard(batch, group, model=model)
+    before = group.sent_bytes
+    loss = model(**local).loss
+    forward = group.sent_bytes
+    loss.backward()
+    assert sum(cost.sent_forward for cost in said.layers) == forward - before
+    assert sum(cost.sent_backward for cost in said.layers) == group.sent_bytes - forward
+    return said, local

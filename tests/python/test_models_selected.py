@@ -14,7 +14,7 @@ from longspan import Group, Ownership, run_ranks
 pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import CASES, SELECTING, SLOTS, answer, decoder, packed
-from oracle.whole_models import check, check_restored, over_ranks
+from oracle.whole_models import check, check_restored, over_ranks, sends_what_it_says
 
 RANKS = (1, 2, 3, 4)
 
@@ -66,14 +66,7 @@ def test_it_sends_what_explain_says(family: str, dtype: torch.dtype) -> None:
 
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder(family, dtype), group)
-        said = longspan.explain(model, case.batch, group)
-        local = longspan.shard(case.batch, group, model=model)
-        before = group.sent_bytes
-        loss = model(**local).loss
-        forward = group.sent_bytes
-        loss.backward()
-        assert sum(cost.sent_forward for cost in said.layers) == forward - before
-        assert sum(cost.sent_backward for cost in said.layers) == group.sent_bytes - forward
+        said, local = sends_what_it_says(model, case.batch, group)
         row = (16 + 4) * dtype.itemsize
         for cost in said.layers:
             assert cost.layer.selects is not None

@@ -480,28 +480,21 @@ def _short_convolution(module: Any) -> Recurrence:
     return Recurrence(module.conv_kernel_size, module.conv.in_channels)
 
 
-def _delta_net(module: Any) -> Recurrence:
-    return Recurrence(
-        module.conv_kernel_size,
-        module.conv_dim,
-        transition="matrix",
-        heads=module.num_v_heads,
-        rows=module.head_k_dim,
-        columns=module.head_v_dim,
-        chunk=64,
-    )
+def _delta(heads: str, keys: str, values: str) -> Callable[[Any], Recurrence]:
+    """Of delta rules, whose modules have their numbers under these names."""
 
+    def made(module: Any) -> Recurrence:
+        return Recurrence(
+            module.conv_kernel_size,
+            module.conv_dim,
+            transition="matrix",
+            heads=getattr(module, heads),
+            rows=getattr(module, keys),
+            columns=getattr(module, values),
+            chunk=64,
+        )
 
-def _kimi_delta(module: Any) -> Recurrence:
-    return Recurrence(
-        module.conv_kernel_size,
-        module.conv_dim,
-        transition="matrix",
-        heads=module.num_heads,
-        rows=module.head_dim,
-        columns=module.head_dim,
-        chunk=64,
-    )
+    return made
 
 
 def _mamba2(module: Any) -> Recurrence:
@@ -530,8 +523,14 @@ def _selective(module: Any) -> Recurrence:
 
 _CONV = {"causal_conv1d_fn": _convolve}
 _SHORT = _Form(_CONV, recurrence=_short_convolution)
-_GATED = _Form({**_CONV, "torch_chunk_gated_delta_rule": _delta_rule}, recurrence=_delta_net)
-_KIMI = _Form({**_CONV, "chunk_kimi_delta_attention": _delta_rule}, recurrence=_kimi_delta)
+_GATED = _Form(
+    {**_CONV, "torch_chunk_gated_delta_rule": _delta_rule},
+    recurrence=_delta("num_v_heads", "head_k_dim", "head_v_dim"),
+)
+_KIMI = _Form(
+    {**_CONV, "chunk_kimi_delta_attention": _delta_rule},
+    recurrence=_delta("num_heads", "head_dim", "head_dim"),
+)
 _MAMBA2 = _Form(
     {**_CONV, "mamba2_chunk_scan": _mamba2_scan},
     fused=("mamba2_split_conv1d_scan_combined",),
