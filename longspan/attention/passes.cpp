@@ -230,6 +230,7 @@ class Homecoming {
 void run_forward(const Plan& plan, const Group& group,
                  const AttentionInputs& inputs, Accumulator& running) {
   KeyFlow flow(plan, group, inputs, "forward");
+  if (plan.steps().size() > 1) running.expect_more();
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const StepRange range(plan, i, "");
     flow.start_next();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "longspan/core/detail/check.h"
 #include "longspan/core/token_range.h"
 
 namespace longspan {
@@ -101,6 +102,22 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   }
   waiting_.push_back({std::move(part), token});
   waiting_bytes_ += bytes;
+}
+
+std::optional<PartialAttention> Accumulator::first_part(
+    at::ScalarType dtype) const {
+  if (sums_ || !waiting_.empty() || memory_.defined()) return std::nullopt;
+  return empty(expects_more_ ? c10::typeMetaToScalarType(options_.dtype())
+                             : dtype);
+}
+
+void Accumulator::begin(PartialAttention part) {
+  promise(!sums_ && waiting_.empty(), "Accumulator: begun twice");
+  if (part.out.dtype() == options_.dtype()) {
+    sums_ = std::move(part);
+  } else {
+    add(std::move(part));
+  }
 }
 
 TokenRange Accumulator::reach_of_waiting() const {

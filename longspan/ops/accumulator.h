@@ -40,6 +40,15 @@ class Accumulator {
   /// no lse.
   void add(PartialAttention part, int64_t row = 0, int64_t token = 0);
 
+  /// Memory for a first part about all tokens, its output in this type, or in
+  /// that of sums where more parts are to come; nothing where some came
+  /// already. begin() takes it once it is filled.
+  std::optional<PartialAttention> first_part(at::ScalarType dtype) const;
+  void begin(PartialAttention part);
+
+  /// Says that one part will not be all.
+  void expect_more() { expects_more_ = true; }
+
   /// The total so far, for callers that fold in place: the accumulation type,
   /// 0 and -inf where no part has come. `lse` is undefined for a sum.
   PartialAttention& sums();
@@ -63,6 +72,7 @@ class Accumulator {
   std::optional<PartialAttention> sums_;
   std::vector<PlacedPart> waiting_;
   int64_t waiting_bytes_ = 0;
+  bool expects_more_ = false;
 };
 
 }  // namespace longspan

@@ -13,12 +13,16 @@ namespace longspan {
 /// The pairs of a call, by the kernel of torch that takes them. It follows from
 /// shapes, the mask and torch's settings, not from values.
 struct FusedChoice {
+  std::optional<std::string>
+      why_not_hopper;  ///< our own kernel takes all pairs
   std::vector<FusedSegment> cudnn, flash;
   std::string why_flash;  ///< and not cuDNN, for the first that flash takes
   std::optional<std::string> why_blocked;  ///< then both lists are empty
 
   static FusedChoice of(const AttentionInputs& inputs,
                         std::span<const KeyLines> lines);
+  static FusedChoice of_backward(const AttentionInputs& inputs,
+                                 std::span<const KeyLines> lines);
 
   /// "cudnn", "flash, not cudnn: it takes no windows", "cudnn, and flash for 2
   /// of 3 parts: ...", "blocked, not flash: it has no softcap".

@@ -13,8 +13,6 @@
 
 namespace longspan {
 
-namespace {
-
 void fill(AttentionArgs& args, const AttentionInputs& in,
           std::span<const KeyLines> lines) {
   const auto type = element_type(in.q.scalar_type());
@@ -36,6 +34,8 @@ void fill(AttentionArgs& args, const AttentionInputs& in,
   args.v = array_of<const void*>(in.v);
   args.lines = lines;
 }
+
+namespace {
 
 int64_t multiplications(const AttentionInputs& in,
                         std::span<const KeyLines> lines) {

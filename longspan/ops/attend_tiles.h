@@ -6,6 +6,7 @@
 #include <string>
 
 #include "longspan/core/key_lines.h"
+#include "longspan/kernels/attention/attention.h"
 #include "longspan/ops/accumulator.h"
 
 namespace longspan {
@@ -19,6 +20,10 @@ struct AttentionInputs {
   double scale = 1;
   double softcap = 0;  ///< 0 is none
 };
+
+/// The inputs as kernels take them. They must outlive the arguments.
+void fill(AttentionArgs& args, const AttentionInputs& inputs,
+          std::span<const KeyLines> lines);
 
 /// Folds the visible keys of this block into a running answer.
 void attend_tiles(const AttentionInputs& inputs,

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "longspan/kernels/attention/attention.h"
+#include "longspan/kernels/attention/hopper/work_table.h"
+
+namespace longspan::hopper {
+
+/// Dense attention, as ../attention.h promises it, on a Hopper device:
+/// bfloat16, any lines, up to 256 channels. The lines travel as they are: no
+/// mask, no launch for each document, nothing read back. Nothing is allocated,
+/// the host never waits and a graph may capture it. `stream` is a cudaStream_t
+/// of the device in use.
+///
+/// The same bits every time; and for documents of at least 128 tokens, whatever
+/// other documents are in the call.
+
+/// Why the forward kernel cannot take it, or nothing.
+std::optional<std::string> why_not_attention(const AttentionArgs& args);
+
+/// Where the answers go.
+struct DenseForwardArgs : AttentionForwardArgs {
+  /// What `out` is made of: bfloat16 or float32.
+  ElementType out_type = ElementType::float32;
+  /// Whether out (float32 then) and lse hold the answer of earlier keys. If
+  /// not, every query is written, also those that see nothing.
+  bool goes_on = false;
+  const float* sink = nullptr;  // [heads]; it is part of out, not of lse
+};
+
+/// The blocks of queries for such a call.
+WorkTable forward_work(const DenseForwardArgs& args);
+
+/// `memory` is table.bytes() long, on the device, and aligned to 16.
+void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
+                       void* memory, void* stream);
+
+}  // namespace longspan::hopper

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "longspan/kernels/attention/hopper/work_table.h"
+
+namespace longspan::hopper {
+
+/// What a launch of dense forward attention is told. Strides count elements.
+struct DenseForwardParams {
+  CUtensorMap q, k, v;
+  int* next_item;  // counted up by the blocks, from 0
+  const WorkBlock* blocks;
+  const WorkPart* parts;
+  const WorkLine* lines;
+  int block_count, heads, section_heads;
+  int heads_per_key_head, head_offset;
+  int value_dim;
+  float scale;        // of a product, natural
+  float softcap;      // 0: none
+  const float* sink;  // [heads], natural; null: none
+  void* out;          // bfloat16, or float where out_is_float
+  int64_t out_row, out_token, out_head;
+  float* lse;
+  int64_t lse_row, lse_token, lse_head;
+  bool out_is_float;
+  bool goes_on;  // from the out (float) and lse that are there
+};
+
+/// Tiles and shared memory of the forward kernel.
+///
+/// A block of threads takes 128 queries of a head, 64 for each of two
+/// warpgroups, and their keys in tiles of kKeys. One thread of a third
+/// warpgroup asks the copy engine for queries, keys and values; one warp deals
+/// the work and says who sees what.
+///
+/// At 128 channels a tile is 2048 cycles of the tensor cores and 1024 of
+/// exponentials; the warpgroups take turns, one's exponentials under the
+/// other's products.
+template <int kHeadDim_, int kValueDim_>
+struct DenseForwardPlan {
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr int kQueries = 128;
+  static constexpr int kKeys = kHeadDim > 192 ? 64 : 128;
+  static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
+  static constexpr int kValueBlocks = kValueDim / 64;
+  static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
+  static constexpr uint32_t kKeyBlock = kKeys * 128;
+  static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
+  static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
+  static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
+  static constexpr int kStages = 2;
+  // The next queries arrive while the last products run, where there is room.
+  static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kKey = kQueryStages * kQueryBytes;
+  static constexpr uint32_t kValue = kKey + kStages * kKeyBytes;
+  static constexpr uint32_t kSmall = kValue + kStages * kValueBytes;
+
+  /// One part of a block of queries, on its way from the dealer to the others.
+  struct Record {
+    int tiles;  // of the whole item; -1: there is no more work
+    int row, head, first_query, queries;
+    int first_key, last_key, full_first, full_last;
+    int begin[kQueries], end[kQueries];  // keys of each query
+  };
+  static constexpr int kRecords = 4;
+
+  struct Small {
+    uint64_t query_ready[2], query_free[2];
+    uint64_t key_ready[kStages], key_free[kStages];
+    uint64_t value_ready[kStages], value_free[kStages];
+    uint64_t record_ready[kRecords], record_free[kRecords];
+    Record record[kRecords];
+  };
+  static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
+  static_assert(kSharedBytes <= 232448 - 1024);
+};
+
+template <class Plan>
+cudaError_t launch_dense_forward(const DenseForwardParams& params,
+                                 int processors, cudaStream_t stream);
+
+/// Which plan takes so many channels.
+template <class Body>
+auto with_dense_forward_plan(int head_dim, int value_dim, const Body& body) {
+  if (head_dim <= 64 && value_dim <= 64) {
+    return body(DenseForwardPlan<64, 64>());
+  }
+  if (head_dim <= 128 && value_dim <= 128) {
+    return body(DenseForwardPlan<128, 128>());
+  }
+  if (head_dim <= 192 && value_dim <= 128) {
+    return body(DenseForwardPlan<192, 128>());
+  }
+  return body(DenseForwardPlan<256, 256>());
+}
+
+}  // namespace longspan::hopper

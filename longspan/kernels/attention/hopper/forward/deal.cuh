@@ -1,0 +1,154 @@
+#pragma once
+
+#include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/common/hopper/tma.cuh"
+
+namespace longspan::hopper {
+
+/// A place in a ring of `kCount` slots, and how often it was round.
+template <int kCount>
+struct RingPlace {
+  int slot = 0;
+  uint32_t round = 0;
+  __device__ void advance() {
+    if (++slot == kCount) {
+      slot = 0;
+      round ^= 1;
+    }
+  }
+};
+
+// ---- Deal ----------------------------------------------------------------
+
+/// Which block of queries and which head an item is. Heads that share keys come
+/// one after another, and all blocks of them before other keys: those stay in
+/// the cache.
+struct DenseItem {
+  int block, head;
+  __device__ DenseItem(int item, int blocks, int heads, int section_heads) {
+    const int section = item / (section_heads * blocks);
+    const int first = section * section_heads;
+    const int width = min(section_heads, heads - first);
+    const int rest = item - first * blocks;
+    block = rest / width;
+    head = first + rest % width;
+  }
+};
+
+/// The keys of a query, from the lines of a part; none where no line has it.
+__device__ __forceinline__ int2 keys_of(const WorkLine* lines, int count,
+                                        int query) {
+  for (int i = 0; i < count; ++i) {
+    const WorkLine line = lines[i];
+    if (query >= line.first_query && query < line.last_query) {
+      return make_int2(
+          min(max(query + line.begin_shift, line.begin_min), line.begin_max),
+          min(max(query + line.end_shift, line.end_min), line.end_max));
+    }
+  }
+  return make_int2(0, 0);
+}
+
+/// One warp: takes items until there are no more, and writes their parts down.
+template <class Plan>
+__device__ void deal(const DenseForwardParams& params,
+                     typename Plan::Small& small, int lane) {
+  RingPlace<Plan::kRecords> at;
+  const int items = params.block_count * params.heads;
+  for (;;) {
+    int item = 0;
+    if (lane == 0) item = atomicAdd(params.next_item, 1);
+    item = __shfl_sync(~0u, item, 0);
+    if (item >= items) break;
+    const DenseItem what(item, params.block_count, params.heads,
+                         params.section_heads);
+    const WorkBlock block = params.blocks[what.block];
+    for (int i = 0; i < block.parts; ++i) {
+      const WorkPart part = params.parts[block.first_part + i];
+      barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
+      auto& record = small.record[at.slot];
+      if (lane == 0) {
+        record.tiles = block.tiles;
+        record.row = part.row;
+        record.head = what.head;
+        record.first_query = part.first_query;
+        record.queries = part.queries;
+        record.first_key = part.first_key;
+        record.last_key = part.last_key;
+        record.full_first = part.full_first;
+        record.full_last = part.full_last;
+      }
+      for (int q = lane; q < Plan::kQueries; q += 32) {
+        const int2 keys = keys_of(params.lines + part.first_line, part.lines,
+                                  part.first_query + q);
+        record.begin[q] = q < part.queries ? keys.x : 0;
+        record.end[q] = q < part.queries ? keys.y : 0;
+      }
+      barrier_arrive(shared_address(&small.record_ready[at.slot]));
+      at.advance();
+    }
+  }
+  barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
+  if (lane == 0) small.record[at.slot].tiles = -1;
+  barrier_arrive(shared_address(&small.record_ready[at.slot]));
+}
+
+// ---- Load ----------------------------------------------------------------
+
+/// One thread: asks for queries, keys and values in the order of their use.
+template <class Plan>
+__device__ void fetch(const DenseForwardParams& params,
+                      typename Plan::Small& small, uint32_t base) {
+  RingPlace<Plan::kRecords> at;
+  RingPlace<Plan::kQueryStages> query;
+  RingPlace<Plan::kStages> stage;
+  prefetch_map(&params.q);
+  prefetch_map(&params.k);
+  prefetch_map(&params.v);
+  int left = 0;  // tiles of this item
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    const auto& record = small.record[at.slot];
+    if (record.tiles < 0) return;
+    const int row = record.row, head = record.head;
+    const int key_head =
+        (head + params.head_offset) / params.heads_per_key_head;
+    if (left == 0 && record.tiles > 0) {
+      left = record.tiles;
+      const uint32_t ready = shared_address(&small.query_ready[query.slot]);
+      barrier_wait(shared_address(&small.query_free[query.slot]),
+                   query.round ^ 1);
+      barrier_expect(ready, Plan::kQueryBytes);
+      for (int c = 0; c < Plan::kHeadBlocks; ++c) {
+        fetch_box(base + Plan::kQuery + query.slot * Plan::kQueryBytes +
+                      c * Plan::kQueryBlock,
+                  &params.q, ready, 64 * c, record.first_query, head, row);
+      }
+      query.advance();
+    }
+    for (int key = record.first_key; key < record.last_key;
+         key += Plan::kKeys) {
+      const auto bring = [&](const CUtensorMap& map, uint64_t& free_at,
+                             uint64_t& ready_at, uint32_t to, int blocks) {
+        const uint32_t ready = shared_address(&ready_at);
+        barrier_wait(shared_address(&free_at), stage.round ^ 1);
+        barrier_expect(ready, blocks * Plan::kKeyBlock);
+        for (int c = 0; c < blocks; ++c) {
+          fetch_box(base + to + c * Plan::kKeyBlock, &map, ready, 64 * c, key,
+                    key_head, row);
+        }
+      };
+      bring(params.k, small.key_free[stage.slot], small.key_ready[stage.slot],
+            Plan::kKey + stage.slot * Plan::kKeyBytes, Plan::kHeadBlocks);
+      bring(params.v, small.value_free[stage.slot],
+            small.value_ready[stage.slot],
+            Plan::kValue + stage.slot * Plan::kValueBytes, Plan::kValueBlocks);
+      stage.advance();
+      --left;
+    }
+    barrier_arrive(shared_address(&small.record_free[at.slot]));
+    at.advance();
+  }
+}
+
+}  // namespace longspan::hopper

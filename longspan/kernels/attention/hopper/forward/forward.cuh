@@ -1,0 +1,446 @@
+#pragma once
+
+#include <algorithm>
+
+#include "longspan/kernels/attention/hopper/forward/deal.cuh"
+#include "longspan/kernels/common/hopper/fragment.cuh"
+#include "longspan/kernels/common/hopper/wgmma.cuh"
+
+namespace longspan::hopper {
+
+/// Scores may exceed the subtracted maximum by so many powers of two before
+/// sums are rescaled: float and bfloat16 keep their precision there.
+constexpr float kDenseSlack = 8.f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// ---- Score ---------------------------------------------------------------
+
+/// score = q k^T of 64 queries and a tile of keys.
+template <class Plan>
+__device__ __forceinline__ void issue_scores(float (&score)[Plan::kKeys / 2],
+                                             uint32_t query, uint32_t key) {
+  const uint64_t a = along_channels(query), b = along_channels(key);
+#pragma unroll
+  for (int c = 0; c < Plan::kHeadBlocks; ++c) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<0, 0>(score, a + ((c * Plan::kQueryBlock + k * 32) >> 4),
+                  b + ((c * Plan::kKeyBlock + k * 32) >> 4),
+                  c == 0 && k == 0 ? 0 : 1);
+    }
+  }
+}
+
+/// What a thread knows of the keys that its two queries see.
+struct SeenKeys {
+  int begin[2], width[2];
+  int full_first, full_last;
+  int next_key, last_key;  // of the part
+};
+
+template <class Record>
+__device__ __forceinline__ SeenKeys seen_keys(const Record& record, int query) {
+  SeenKeys seen;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    seen.begin[i] = record.begin[query + 8 * i];
+    seen.width[i] = record.end[query + 8 * i] - seen.begin[i];
+  }
+  seen.full_first = record.full_first;
+  seen.full_last = record.full_last;
+  seen.next_key = record.first_key;
+  seen.last_key = record.last_key;
+  return seen;
+}
+
+/// Hides what a query does not see, in tiles that some query does not see
+/// whole.
+template <int kCount>
+__device__ __forceinline__ void hide(float (&score)[kCount],
+                                     const SeenKeys& seen, int key, int lane) {
+  constexpr int kKeys = 2 * kCount;
+  if (key >= seen.full_first && key + kKeys <= seen.full_last) return;
+  const int first[2] = {seen.begin[0] - key - 2 * (lane & 3),
+                        seen.begin[1] - key - 2 * (lane & 3)};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int half = i / 2 & 1, column = 8 * (i / 4) + (i & 1);
+    const bool visible = static_cast<unsigned>(column - first[half]) <
+                         static_cast<unsigned>(max(seen.width[half], 0));
+    score[i] = visible ? score[i] : -INFINITY;
+  }
+}
+
+/// Scores become what `unit` turns into powers of two.
+template <int kCount>
+__device__ __forceinline__ float bend(float (&score)[kCount], float scale,
+                                      float softcap) {
+  if (softcap > 0.f) {
+    // tanh x = 1 - 2 / (1 + e^2x), which keeps its precision where tanh.approx
+    // is off by 2^-11.
+    const float twice = 2.f * kLog2e * scale / softcap;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float grown = 1.f + exp2_fast(twice * score[i]);
+      score[i] = 1.f - __fdividef(2.f, grown);
+    }
+    return softcap * kLog2e;
+  }
+  if (scale > 0.f) return scale * kLog2e;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) score[i] *= scale;
+  return kLog2e;
+}
+
+// ---- Softmax -------------------------------------------------------------
+
+/// The running softmax of a thread's two queries, in powers of two.
+struct RunningSoftmax {
+  float high[2], sum[2];
+  float factor[2];  // what sums so far must be multiplied with
+
+  /// Scores become weights; `factor` says what the sums before need.
+  template <int kCount>
+  __device__ __forceinline__ void weigh(float (&score)[kCount], float unit) {
+    float greatest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      greatest[i / 2 & 1] = fmaxf(greatest[i / 2 & 1], score[i]);
+    }
+    float shift[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float top = quad_max(greatest[i]) * unit;
+      const bool raised = top > high[i] + kDenseSlack;
+      const float before = high[i];
+      high[i] = raised ? top : before;
+      factor[i] = raised ? exp2_fast(before - top) : 1.f;
+      shift[i] = high[i] == -INFINITY ? 0.f : high[i];
+    }
+    float more[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      score[i] = exp2_fast(fmaf(score[i], unit, -shift[i / 2 & 1]));
+      more[i / 2 & 1] += score[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum[i] = fmaf(sum[i], factor[i], more[i]);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void rescale(float (&out)[kCount]) const {
+    if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] *= factor[i / 2 & 1];
+  }
+};
+
+// ---- Accumulate ----------------------------------------------------------
+
+template <class Plan>
+__device__ __forceinline__ void pack_weights(
+    uint32_t (&weight)[Plan::kKeys / 16][4],
+    const float (&score)[Plan::kKeys / 2]) {
+#pragma unroll
+  for (int k = 0; k < Plan::kKeys / 16; ++k) pack_operand(weight[k], score, k);
+}
+
+/// out += weights v.
+template <class Plan>
+__device__ __forceinline__ void issue_values(
+    float (&out)[Plan::kValueDim / 2],
+    const uint32_t (&weight)[Plan::kKeys / 16][4], uint32_t value) {
+  const uint64_t b = across_channels(value, Plan::kKeyBlock);
+#pragma unroll
+  for (int k = 0; k < Plan::kKeys / 16; ++k) {
+    wgmma<1>(out, weight[k], b + (k * 2048 >> 4));
+  }
+}
+
+// ---- Store ---------------------------------------------------------------
+
+/// Where the answers of a thread's two queries lie; null: there is none.
+struct AnswerRows {
+  void* out[2];
+  float* lse[2];
+  int head;
+
+  template <class Record>
+  __device__ AnswerRows(const DenseForwardParams& params, const Record& record,
+                        int query)
+      : head(record.head) {
+    const int64_t row = record.row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool there = query + 8 * i < record.queries;
+      const int64_t at = record.first_query + query + 8 * i;
+      const int64_t place =
+          row * params.out_row + at * params.out_token + head * params.out_head;
+      out[i] = !there ? nullptr
+               : params.out_is_float
+                   ? static_cast<void*>(static_cast<float*>(params.out) + place)
+                   : static_cast<void*>(
+                         static_cast<__nv_bfloat16*>(params.out) + place);
+      lse[i] = !there ? nullptr
+                      : params.lse + row * params.lse_row +
+                            at * params.lse_token + head * params.lse_head;
+    }
+  }
+};
+
+/// Sets the sums to nothing, or to what earlier calls found: out and lse are a
+/// sum of one key whose score was the lse.
+template <int kCount>
+__device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
+                                           const AnswerRows& rows,
+                                           RunningSoftmax& softmax,
+                                           float (&out)[kCount], int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    softmax.high[i] = -INFINITY;
+    softmax.sum[i] = 0.f;
+    softmax.factor[i] = 1.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] = 0.f;
+  if (!params.goes_on) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (rows.lse[i] == nullptr) continue;
+    const float before = *rows.lse[i];
+    if (before == -INFINITY) continue;
+    softmax.high[i] = before * kLog2e;
+    // Sums are added up over the four lanes of a query at the end.
+    softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
+    const auto* from = static_cast<const float*>(rows.out[i]);
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * (lane & 3);
+      if (column < params.value_dim) {
+        const float2 pair = *reinterpret_cast<const float2*>(from + column);
+        out[4 * j + 2 * i] = pair.x;
+        out[4 * j + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_answer(const DenseForwardParams& params,
+                                             const AnswerRows& rows,
+                                             const RunningSoftmax& softmax,
+                                             const float (&out)[kCount],
+                                             int lane) {
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sum = quad_sum(softmax.sum[i]);
+    const bool empty = sum == 0.f;  // NaN where a score is
+    float total = sum;
+    if (params.sink != nullptr && rows.lse[i] != nullptr) {
+      total += exp2_fast(params.sink[rows.head] * kLog2e - softmax.high[i]);
+    }
+    scale[i] = empty ? 0.f : 1.f / total;
+    if (rows.lse[i] != nullptr && (lane & 3) == 0) {
+      *rows.lse[i] = empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
+    }
+  }
+  if (params.out_is_float) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * (lane & 3);
+      if (column >= params.value_dim) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (rows.out[i] == nullptr) continue;
+        *reinterpret_cast<float2*>(static_cast<float*>(rows.out[i]) + column) =
+            make_float2(out[4 * j + 2 * i] * scale[i],
+                        out[4 * j + 2 * i + 1] * scale[i]);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 4; j += 4) {
+    uint32_t x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* value = out + 4 * (j + n) + 2 * i;
+        x[i][n] = pack_bf16(value[0] * scale[i], value[1] * scale[i]);
+      }
+      turn_quad(x[i], lane);
+      const int column = 8 * (j + (lane & 3));
+      if (rows.out[i] != nullptr && column < params.value_dim) {
+        __stcs(reinterpret_cast<uint4*>(
+                   static_cast<__nv_bfloat16*>(rows.out[i]) + column),
+               make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]));
+      }
+    }
+  }
+}
+
+// ---- A warpgroup of arithmetic -------------------------------------------
+
+/// Barriers by number: whose turn it is to ask for products.
+enum DenseMeeting { kTurn0 = 1, kTurn1 = 2 };
+
+template <class Plan>
+__device__ __forceinline__ void attend(const DenseForwardParams& params,
+                                       typename Plan::Small& small, int group) {
+  const int lane = threadIdx.x % 32;
+  const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+  const auto arrive = [&](uint64_t& barrier) {
+    if (lane == 0) barrier_arrive(shared_address(&barrier));
+  };
+  const uint32_t my_query = kSharedBase + Plan::kQuery + group * 64 * 128;
+  RingPlace<Plan::kRecords> at;
+  RingPlace<Plan::kQueryStages> query_at;
+  RingPlace<Plan::kStages> key_at, value_at;
+  float out[Plan::kValueDim / 2];
+  float score[Plan::kKeys / 2];
+  uint32_t weight[Plan::kKeys / 16][4];
+  RunningSoftmax softmax;
+  if (group == 1) announce(kTurn0, 256);
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    int left = small.record[at.slot].tiles;
+    if (left < 0) return;
+    const AnswerRows rows(params, small.record[at.slot], query);
+    SeenKeys seen = seen_keys(small.record[at.slot], query);
+    begin_sums(params, rows, softmax, out, lane);
+    if (left > 0) {
+      const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
+      barrier_wait(shared_address(&small.query_ready[query_at.slot]),
+                   query_at.round);
+      barrier_wait(shared_address(&small.key_ready[key_at.slot]), key_at.round);
+      wgmma_fence();
+      issue_scores<Plan>(
+          score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(score);
+      arrive(small.key_free[key_at.slot]);
+      key_at.advance();
+      float unit = bend(score, params.scale, params.softcap);
+      hide(score, seen, seen.next_key, lane);
+      softmax.weigh(score, unit);
+      softmax.rescale(out);
+      pack_weights<Plan>(weight, score);
+      while (--left > 0) {
+        seen.next_key += Plan::kKeys;
+        if (seen.next_key >= seen.last_key) {
+          arrive(small.record_free[at.slot]);
+          at.advance();
+          barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+          seen = seen_keys(small.record[at.slot], query);
+        }
+        barrier_wait(shared_address(&small.key_ready[key_at.slot]),
+                     key_at.round);
+        barrier_wait(shared_address(&small.value_ready[value_at.slot]),
+                     value_at.round);
+        meet(kTurn0 + group, 256);
+        wgmma_fence();
+        issue_scores<Plan>(
+            score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
+        wgmma_commit();
+        issue_values<Plan>(
+            out, weight,
+            kSharedBase + Plan::kValue + value_at.slot * Plan::kValueBytes);
+        wgmma_commit();
+        announce(kTurn1 - group, 256);
+        wgmma_wait<1>();
+        pin(score);
+        arrive(small.key_free[key_at.slot]);
+        key_at.advance();
+        unit = bend(score, params.scale, params.softcap);
+        hide(score, seen, seen.next_key, lane);
+        softmax.weigh(score, unit);
+        wgmma_wait<0>();
+        pin(out);
+        arrive(small.value_free[value_at.slot]);
+        value_at.advance();
+        softmax.rescale(out);
+        pack_weights<Plan>(weight, score);
+      }
+      arrive(small.query_free[query_at.slot]);
+      query_at.advance();
+      barrier_wait(shared_address(&small.value_ready[value_at.slot]),
+                   value_at.round);
+      wgmma_fence();
+      issue_values<Plan>(
+          out, weight,
+          kSharedBase + Plan::kValue + value_at.slot * Plan::kValueBytes);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(out);
+      arrive(small.value_free[value_at.slot]);
+      value_at.advance();
+    }
+    arrive(small.record_free[at.slot]);
+    at.advance();
+    store_answer(params, rows, softmax, out, lane);
+  }
+}
+
+template <class Plan>
+__global__ void __launch_bounds__(Plan::kThreads, 1)
+    dense_forward_kernel(const __grid_constant__ DenseForwardParams params) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
+  const uint32_t base = shared_address(memory);
+  check_shared_base(base);
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      barrier_init(shared_address(&barrier), arrivals);
+    };
+    for (int i = 0; i < Plan::kQueryStages; ++i) {
+      init(small.query_ready[i], 1);
+      init(small.query_free[i], Plan::kConsumerWarps);
+    }
+    for (int i = 0; i < Plan::kStages; ++i) {
+      init(small.key_ready[i], 1);
+      init(small.key_free[i], Plan::kConsumerWarps);
+      init(small.value_ready[i], 1);
+      init(small.value_free[i], Plan::kConsumerWarps);
+    }
+    for (int i = 0; i < Plan::kRecords; ++i) {
+      init(small.record_ready[i], 32);
+      init(small.record_free[i], Plan::kConsumerWarps + 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int group = threadIdx.x / 128;
+  if (group == 2) {
+    give_registers<40>();
+    const int warp = threadIdx.x % 128 / 32;
+    if (warp == 0) {
+      deal<Plan>(params, small, threadIdx.x % 32);
+    } else if (warp == 1 && threadIdx.x % 32 == 0) {
+      fetch<Plan>(params, small, base);
+    }
+  } else {
+    take_registers<232>();
+    // ptxas counts with these registers only behind a branch.
+    if (params.block_count > 0) attend<Plan>(params, small, group);
+  }
+}
+
+template <class Plan>
+cudaError_t launch_dense_forward(const DenseForwardParams& params,
+                                 int processors, cudaStream_t stream) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      dense_forward_kernel<Plan>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      Plan::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t items = int64_t{params.block_count} * params.heads;
+  const auto blocks =
+      static_cast<unsigned>(std::min<int64_t>(items, processors));
+  dense_forward_kernel<Plan>
+      <<<blocks, Plan::kThreads, Plan::kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,121 @@
+#include <stdexcept>
+
+#include "longspan/kernels/attention/hopper/attention.h"
+#include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/upload.cuh"
+#include "longspan/kernels/common/hopper/checks.h"
+#include "longspan/kernels/common/hopper/tensor_map.h"
+
+namespace longspan::hopper {
+
+namespace {
+
+/// As the copy engine wants it: no stride of zero, each below 2^40 bytes.
+template <class Pointer>
+bool has_real_strides(const TokenArray<Pointer>& array, int64_t rows,
+                      int64_t tokens, int64_t heads) {
+  const auto fine = [](int64_t stride, int64_t count) {
+    constexpr int64_t kMost = int64_t{1} << 38;
+    return count <= 1 || (stride > 0 && stride < kMost);
+  };
+  return fine(array.row_stride, rows) && fine(array.token_stride, tokens) &&
+         fine(array.head_stride, heads);
+}
+
+int64_t key_heads(const AttentionArgs& args) {
+  return (args.heads + args.head_offset - 1) / args.heads_per_key_head + 1;
+}
+
+}  // namespace
+
+std::optional<std::string> why_not_attention(const AttentionArgs& args) {
+  if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
+  if (args.head_dim > 256 || args.value_dim > 256 || args.head_dim % 8 != 0 ||
+      args.value_dim % 8 != 0) {
+    return std::to_string(args.head_dim) + " and " +
+           std::to_string(args.value_dim) +
+           " channels; it has multiples of 8 up to 256";
+  }
+  if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
+      !fits_32_bits(args.rows) ||
+      !fits_32_bits(args.rows * (args.queries / 64 + 1) * args.heads)) {
+    return "more than 2^30 queries or keys";
+  }
+  if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v)) {
+    return "q, k or v is not aligned to 16 bytes";
+  }
+  const int64_t shared = key_heads(args);
+  if (!has_real_strides(args.q, args.rows, args.queries, args.heads) ||
+      !has_real_strides(args.k, args.rows, args.keys, shared) ||
+      !has_real_strides(args.v, args.rows, args.keys, shared)) {
+    return "q, k or v shows the same memory twice";
+  }
+  return why_not_here();
+}
+
+WorkTable forward_work(const DenseForwardArgs& args) {
+  return with_dense_forward_plan(
+      args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+        return work_table(args.lines, {.rows = args.rows,
+                                       .queries = args.queries,
+                                       .block_queries = Plan::kQueries,
+                                       .tile_keys = Plan::kKeys,
+                                       .every_query = !args.goes_on});
+      });
+}
+
+void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
+                       void* memory, void* stream) {
+  if (args.heads == 0 || table.blocks.empty()) return;
+  auto reason = why_not_attention(args);
+  if (!reason && args.out_type == ElementType::bfloat16 &&
+      (args.goes_on || !is_aligned(args.out))) {
+    reason = "out is not aligned to 16 bytes, or bfloat16 and to be gone on";
+  }
+  if (reason) throw std::invalid_argument("attention: " + *reason);
+  auto* on = static_cast<cudaStream_t>(stream);
+  check_launch("attention", upload(table.image(), memory, on));
+  DenseForwardParams params{};
+  auto* at = static_cast<std::byte*>(memory);
+  params.next_item = reinterpret_cast<int*>(at);
+  at += WorkTable::kHeader;
+  params.blocks = reinterpret_cast<const WorkBlock*>(at);
+  at += table.blocks.size() * sizeof(WorkBlock);
+  params.parts = reinterpret_cast<const WorkPart*>(at);
+  at += table.parts.size() * sizeof(WorkPart);
+  params.lines = reinterpret_cast<const WorkLine*>(at);
+  params.block_count = static_cast<int>(table.blocks.size());
+  params.heads = static_cast<int>(args.heads);
+  params.section_heads =
+      static_cast<int>(std::min(args.heads, args.heads_per_key_head));
+  params.heads_per_key_head = static_cast<int>(args.heads_per_key_head);
+  params.head_offset = static_cast<int>(args.head_offset);
+  params.value_dim = args.value_dim;
+  params.scale = static_cast<float>(args.scale);
+  params.softcap = static_cast<float>(args.softcap);
+  params.sink = args.sink;
+  params.out = args.out.data;
+  params.out_row = args.out.row_stride;
+  params.out_token = args.out.token_stride;
+  params.out_head = args.out.head_stride;
+  params.lse = static_cast<float*>(args.lse.data);
+  params.lse_row = args.lse.row_stride;
+  params.lse_token = args.lse.token_stride;
+  params.lse_head = args.lse.head_stride;
+  params.out_is_float = args.out_type == ElementType::float32;
+  params.goes_on = args.goes_on;
+  with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+    // Keys may be none, of queries that must still be told so.
+    const int64_t keys = std::max<int64_t>(args.keys, 1);
+    params.q = tensor_map(args.q, args.type, args.rows, args.queries,
+                          args.heads, args.head_dim, Plan::kQueries);
+    params.k = tensor_map(args.k, args.type, args.rows, keys, key_heads(args),
+                          args.head_dim, Plan::kKeys);
+    params.v = tensor_map(args.v, args.type, args.rows, keys, key_heads(args),
+                          args.value_dim, Plan::kKeys);
+    check_launch("attention",
+                 launch_dense_forward<Plan>(params, processor_count(), on));
+  });
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "longspan/core/key_lines.h"
+
+namespace longspan::hopper {
+
+/// What the kernels of dense attention are told about a mask: blocks of queries
+/// with the keys that they see, made on the host from lines and nothing else.
+/// Numbers are 32 bits wide: at most 2^30 queries and keys.
+
+/// A line, narrow. Query q of [first_query, last_query) sees the keys
+/// [clamp(q + begin_shift, ...), clamp(q + end_shift, ...)).
+struct WorkLine {
+  int32_t first_query, last_query;
+  int32_t begin_shift, begin_min, begin_max;
+  int32_t end_shift, end_min, end_max;
+};
+
+/// One run of keys for a block of queries, [first_key, last_key). All queries
+/// of the block see all keys of [full_first, full_last), which may be empty.
+/// Who sees the others follow from `lines` lines from `first_line` on; no two
+/// of them share a query, and a query outside of them sees nothing here.
+struct WorkPart {
+  int32_t row, first_query;
+  int32_t first_key, last_key, full_first, full_last;
+  int32_t first_line;
+  int16_t queries, lines;
+};
+
+/// A block of queries: `parts` parts from `first_part` on, `tiles` tiles of
+/// keys in all of them. A block without tiles has one part without keys.
+struct WorkBlock {
+  int32_t first_part, parts, tiles, unused;
+};
+
+static_assert(sizeof(WorkLine) == 32 && sizeof(WorkPart) == 32 &&
+              sizeof(WorkBlock) == 16);
+
+struct WorkTable {
+  std::vector<WorkBlock> blocks;  // those with most tiles first
+  std::vector<WorkPart> parts;
+  std::vector<WorkLine> lines;
+
+  /// As it lies on the device: a header of zeros where kernels count, then
+  /// blocks, parts and lines.
+  static constexpr std::size_t kHeader = 64;
+  std::size_t bytes() const;
+  std::vector<std::byte> image() const;
+};
+
+struct WorkShape {
+  int64_t rows = 0, queries = 0;
+  int block_queries = 128;  // at most so many queries a block
+  int tile_keys = 128;
+  bool every_query = false;  // also those that see nothing
+};
+
+/// Lines ascend by row and first query. Blocks end where a line of at least
+/// block_queries queries begins or ends, so what such a document costs and how
+/// its sums are ordered does not depend on its neighbours; shorter ones share
+/// blocks.
+/// Cost: O(n log n) for n lines and blocks, and O(queries) blocks for lines
+/// that overlap.
+WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape);
+
+}  // namespace longspan::hopper

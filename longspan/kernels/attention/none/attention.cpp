@@ -1,0 +1,20 @@
+#include "longspan/kernels/attention/hopper/attention.h"
+#include "longspan/kernels/common/none/absent.h"
+
+namespace longspan::hopper {
+
+std::optional<std::string> why_not_attention(const AttentionArgs& /*args*/) {
+  return no_compiler();
+}
+
+WorkTable forward_work(const DenseForwardArgs& /*args*/) {
+  never("attention");
+}
+
+void attention_forward(const DenseForwardArgs& /*args*/,
+                       const WorkTable& /*table*/, void* /*memory*/,
+                       void* /*stream*/) {
+  never("attention");
+}
+
+}  // namespace longspan::hopper
