@@ -1,4 +1,5 @@
-"""The same promises on CUDA: one rank on the device, and ranks that share it."""
+"""The same promises on CUDA: one rank on the device, and ranks that share it. bfloat16
+goes through our own kernel and through those of torch that ran before it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ from longspan import Group, Mask, Ownership, Packing
 
 pytestmark = pytest.mark.cuda
 
+#: Which kernel is asked first; those after it take what it cannot.
+FIRST_KERNEL = "LONGSPAN_CUDA_KERNEL"
+
 LARGE = [
     Case("large_causal", Packing.single(300), rows=2, heads=8, key_heads=2, dim=64, value_dim=64),
     Case("many_documents", Packing.of([37, 100, 1, 64, 5, 80], [40, 100, 2, 64, 5, 81]),
@@ -37,7 +41,31 @@ LARGE = [
     Case("different_dims", Packing.single(200), heads=4, key_heads=2, dim=192, value_dim=128),
     Case("large_torn", Packing.of([130, 70]), test_attend.torn, heads=2, key_heads=1,
          dim=64, value_dim=64),
+    Case("large_softcap", Packing.of([140, 90]), softcap=3.0, magnitude=4.0, heads=4, key_heads=2,
+         dim=256, value_dim=256),
+    Case("large_prefix", Packing.of([210, 60]), one(lambda p: Mask.causal(p).with_prefix([140, 9])),
+         heads=2, key_heads=2, dim=64, value_dim=64),
 ]  # fmt: skip
+
+#: Types, and for bfloat16 the kernels that are asked first.
+WAYS = [
+    *(pytest.param(dtype, "", id=str(dtype).removeprefix("torch."))
+      for dtype in (torch.float64, torch.float32, torch.float16)),
+    *(pytest.param(torch.bfloat16, first, id=f"bfloat16-{first}")
+      for first in ("hopper", "cudnn", "blocked")),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["hopper", "cudnn"])
+def first_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Ours, and the old path."""
+    monkeypatch.setenv(FIRST_KERNEL, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def old_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FIRST_KERNEL, "cudnn")
 
 
 def on_cuda(inputs: Inputs) -> Inputs:
@@ -71,11 +99,12 @@ def plain_answers(
     ]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+@pytest.mark.parametrize(("dtype", "first"), WAYS)
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
-def test_one_rank_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> None:
+def test_one_rank_gives_the_oracles_answer(
+    case: Case, dtype: torch.dtype, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FIRST_KERNEL, first)
     packing = case.fitted(2)
     inputs = Inputs.of(case, packing, dtype)
     if case.magnitude > 1e3 and dtype in (torch.bfloat16, torch.float16):
@@ -91,7 +120,7 @@ def test_one_rank_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> No
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="cuDNN is used on Hopper only")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="only Hopper has ours, and uses cuDNN")
 
 
 def which(
@@ -102,6 +131,34 @@ def which(
     return longspan.which_kernel(q, q, v, **options)
 
 
+@needs_hopper
+def test_our_kernel_runs_where_it_can() -> None:
+    for dims in ((64, 64), (8, 8), (72, 40), (96, 96), (192, 128), (256, 256)):
+        assert which(torch.bfloat16, *dims) == "hopper"
+    documents = Mask.causal(Packing.of([5, 1, 26]))
+    for mask in (documents, Mask.sliding(Packing.single(32), 3), documents.with_hidden([(2, 3)])):
+        assert which(torch.bfloat16, mask=mask) == "hopper"
+    assert which(torch.bfloat16, softcap=3.0) == "hopper"
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert "hopper" not in which(dtype).split(",")[0]
+    assert "hopper" not in which(torch.bfloat16, 12, 12).split(",")[0]
+
+
+def test_the_environment_says_which_kernel_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "LONGSPAN_CUDA_KERNEL asks for "
+    monkeypatch.setenv(FIRST_KERNEL, "flash")
+    assert which(torch.bfloat16, tokens=1024) == f"flash, not cudnn: {asked}flash"
+    assert which(torch.bfloat16, softcap=3.0) == "blocked, not flash: it has no softcap"
+    monkeypatch.setenv(FIRST_KERNEL, "blocked")
+    assert which(torch.bfloat16) == f"blocked, not flash: {asked}blocked"
+    monkeypatch.setenv(FIRST_KERNEL, "hopper")
+    assert which(torch.float32) == "blocked, not flash: it has no float32 and no float64"
+    monkeypatch.setenv(FIRST_KERNEL, "best")
+    with pytest.raises(ValueError, match="LONGSPAN_CUDA_KERNEL is best; expected hopper, cudnn"):
+        which(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("old_path")
 def test_flash_runs_where_it_can() -> None:
     assert which(torch.bfloat16).startswith("flash, not cudnn: ")
     assert which(torch.float16, 256, 256).startswith("flash, not cudnn: ")
@@ -113,6 +170,7 @@ def test_flash_runs_where_it_can() -> None:
 
 
 @needs_hopper
+@pytest.mark.usefixtures("old_path")
 def test_cudnn_runs_where_it_can() -> None:
     long = functools.partial(which, torch.bfloat16, tokens=2048)
     stream = Packing.single(2048)
@@ -173,13 +231,28 @@ def answer_on_cuda(
 
 
 @needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "first"),
+    [
+        pytest.param(torch.float16, "cudnn", id="float16-cudnn"),
+        *(
+            pytest.param(torch.bfloat16, first, id=f"bfloat16-{first}")
+            for first in ("hopper", "cudnn", "flash")
+        ),
+    ],
+)
 @pytest.mark.parametrize("case", CUDNN, ids=lambda case: case.name)
-def test_cudnn_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> None:
+def test_long_streams_give_the_oracles_answer(
+    case: Case, dtype: torch.dtype, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FIRST_KERNEL, first)
     inputs = Inputs.of(case, case.packing, dtype)
     q, k, v = (t.cuda() for t in (inputs.q, inputs.k, inputs.v))
     kernel = longspan.which_kernel(q, k, v, mask=inputs.masks)
-    assert kernel.startswith("cudnn, and flash" if case.name == "cudnn_and_flash" else "cudnn")
+    if first == "cudnn" and case.name == "cudnn_and_flash":
+        assert kernel.startswith("cudnn, and flash")
+    elif case.dim == case.value_dim or first != "flash":
+        assert kernel.split(",")[0] == first
     owners = Ownership.contiguous(case.packing.tokens, 1)
     got = attend_on_cuda(Group(), on_cuda(inputs), owners, ("ring", 0))
     truth = answer_on_cuda(inputs, torch.float64)
@@ -189,8 +262,9 @@ def test_cudnn_gives_the_oracles_answer(case: Case, dtype: torch.dtype) -> None:
 
 
 @needs_hopper
-def test_cudnn_takes_tensors_however_they_lie() -> None:
-    """Plans are kept by the strides of q, k and v: those of others must not
+@pytest.mark.usefixtures("first_kernel")
+def test_tensors_may_lie_in_memory_in_any_way() -> None:
+    """cuDNN's plans are kept by the strides of q, k and v: those of others must not
     matter. One plan after another, in one thread."""
     torch.manual_seed(0)
     tokens, heads, dim = 1024, 4, 64
@@ -230,6 +304,8 @@ def test_cudnn_takes_tensors_however_they_lie() -> None:
 RUNS = [
     ("large_causal", torch.bfloat16),
     ("many_documents", torch.bfloat16),
+    ("large_window", torch.bfloat16),
+    ("large_torn", torch.bfloat16),
     ("large_sink", torch.float16),
     ("documents", torch.float32),
     ("torn_documents", torch.float64),
@@ -270,9 +346,18 @@ def rank_main(rank: int, ranks: int, folder: str, long: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "long"), [(2, False), (3, False), pytest.param(2, True, marks=needs_hopper)]
+    ("ranks", "long", "first"),
+    [
+        *((ranks, False, first) for ranks in (2, 3) for first in ("hopper", "cudnn")),
+        *(pytest.param(2, True, first, marks=needs_hopper) for first in ("hopper", "cudnn")),
+        pytest.param(4, False, "hopper", marks=needs_hopper),
+        pytest.param(7, False, "hopper", marks=[needs_hopper, pytest.mark.slow]),
+    ],
 )
-def test_ranks_that_share_a_device_give_the_one_rank_answer(ranks: int, long: bool) -> None:
+def test_ranks_that_share_a_device_give_the_one_rank_answer(
+    ranks: int, long: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FIRST_KERNEL, first)  # ranks inherit it
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (ranks, folder, long), nprocs=ranks)
         parts = [torch.load(pathlib.Path(folder) / f"{rank}.pt") for rank in range(ranks)]
@@ -307,6 +392,7 @@ def test_merging_on_the_device_equals_merging_by_operators() -> None:
         torch.testing.assert_close(x.cpu(), t)
 
 
+@pytest.mark.usefixtures("first_kernel")
 @pytest.mark.parametrize("tokens", [256, 1024])
 def test_attending_on_the_device_reads_nothing_back(tokens: int) -> None:
     q = torch.randn(2, 4, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
