@@ -98,9 +98,10 @@ bench-build: setup
 bench-cuda: build
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/ring_share.py $(BUILD)
 
-# Selected keys and a packed training step on a GPU, with what they print kept in
-# bench/results; the loss, layers of families and a long step, printed.
+# Dense attention, selected keys and a packed training step on a GPU, with what they
+# print kept in bench/results; the loss, layers of families and a long step, printed.
 bench-gpu: build
+	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/dense_gpu.py --save bench/results
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/selected_gpu.py --save bench/results
 	@PYTHONPATH=$(BUILD)/python $(PYTHON) bench/packed_step.py --save bench/results
 	@for part in loss model_layers_gpu; do \
