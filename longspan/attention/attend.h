@@ -35,9 +35,9 @@ struct Attended {
 /// that sees no key has out 0 and lse -inf, and passes no gradient.
 ///
 /// On the CPU the same call gives the same bits in every run, and an infinity
-/// or a NaN reaches exactly the queries that see it. On CUDA torch decides:
-/// gradients may differ in the last bits from run to run unless torch is told
-/// to be deterministic, and a NaN may also reach rows of the same block.
+/// or a NaN reaches exactly the queries that see it. On CUDA gradients may
+/// differ in the last bits from run to run unless torch is told to be
+/// deterministic, and a NaN may also reach rows of the same block.
 ///
 /// Gradient contract: when every rank backpropagates the loss of its own
 /// tokens, the gradients of q, k and v are those of the sum of all losses, so
@@ -52,7 +52,7 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const AttendOptions& options = {});
 
 /// Which kernel computes such a call on one rank, and why a faster one does
-/// not: "avx512", "cudnn", "flash, not cudnn: it takes no windows", "blocked,
+/// not: "avx512", "hopper", "flash, not cudnn: it takes no windows", "blocked,
 /// not flash: it has no softcap". One mask, one for each row, or none: causal.
 std::string which_kernel(const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& v,

@@ -51,7 +51,7 @@ void attend_tiles_backward(const AttentionInputs& inputs,
                            AttentionGradients& gradients);
 
 /// What computes such a call, and why nothing better does: on the CPU the
-/// kernel's name, on CUDA "cudnn", "flash, not cudnn: it takes no windows" or
+/// kernel's name, on CUDA "hopper", "flash, not cudnn: it takes no windows" or
 /// "blocked, not flash: it has no softcap".
 std::string which_kernel(const AttentionInputs& inputs,
                          std::span<const KeyLines> lines);

@@ -43,7 +43,7 @@ def which_kernel(
     slots: int | None = None,
 ) -> str:
     """Which kernel computes such a call on one rank, and why a faster one does
-    not: "avx512", "cudnn", "flash, not cudnn: it takes no windows", "ampere, not hopper:
+    not: "avx512", "hopper", "flash, not cudnn: it takes no windows", "ampere, not hopper:
     elements are not bfloat16". "torch" stands for its operators on some queries at a time.
 
     The tensors are those of the operation: ``q, k, v`` for "attend", with its `mask`
