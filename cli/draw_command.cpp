@@ -6,6 +6,7 @@
 
 #include "commands.h"
 #include "longspan/draw/draw.h"
+#include "longspan/plan/attention_layout.h"
 #include "options.h"
 #include "outcome.h"
 #include "output.h"
@@ -30,8 +31,14 @@ Picture picture_of(const DrawArguments& arguments, const Mask& mask,
   if (show == "mask") return draw_mask(mask, ownership, options);
   if (show == "steps") return draw_steps(mask, ownership, options);
   if (show == "work") return draw_work(mask, ownership, options);
+  if (show == "states") {
+    require(mask.ratio() == 0,
+            "--show states goes with a mask of tokens, and this one is "
+            "compressed");
+    return draw_states(AttentionLayout::of(ownership, {mask}), {}, options);
+  }
   require(show == "all", "--show is '", show,
-          "'; expected all, ownership, mask, steps or work");
+          "'; expected all, ownership, mask, steps, work or states");
   return draw(mask, ownership, options);
 }
 
@@ -62,7 +69,9 @@ Command add_draw(CLI::App& program) {
   add_text(draw, "--compare", arguments->stream.compare,
            "A second layout, drawn beside", "NAME");
   add_text(draw, "--show", arguments->show,
-           "all (default), ownership, mask, steps, work", "NAME");
+           "all (default), ownership, mask, steps, work; states: runs of "
+           "documents and what recurrent layers send between them",
+           "NAME");
   add_output(draw, arguments->output);
   return [arguments, &draw] {
     check_once(draw);

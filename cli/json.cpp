@@ -175,6 +175,46 @@ Json panel(const StrategyTable& table) {
           {"strategies", std::move(rows)}};
 }
 
+Json panel(const RunChart& chart) {
+  Json runs = Json::array();
+  for (const DrawnRun& run : chart.runs) {
+    runs.push_back({{"rank", run.rank},
+                    {"document", run.document},
+                    {"tokens", range(run.tokens)},
+                    {"before", number_or_null(run.before)},
+                    {"after", number_or_null(run.after)}});
+  }
+  return {{"kind", "runs"},
+          {"heading", chart.heading},
+          {"caption", chart.caption},
+          {"tokens", chart.tokens},
+          {"runs", std::move(runs)}};
+}
+
+/// Cells that something is sent in only.
+Json panel(const BorderTable& table) {
+  const bool forward = table.measure == Measure::forward_bytes;
+  Json rows = Json::array();
+  for (const BorderRow& row : table.rows) {
+    Json cells = Json::array();
+    for (const BorderCell& cell : row.cells) {
+      if (cell.states + cell.rows == 0) continue;
+      cells.push_back({{"to", cell.to},
+                       {"states", cell.states},
+                       {"transitions", cell.transitions},
+                       {"rows", cell.rows},
+                       {"bytes", cell.bytes}});
+    }
+    rows.push_back({{"rank", row.rank},
+                    {"bytes", row.bytes},
+                    {"sends", std::move(cells)}});
+  }
+  return {{"kind", forward ? "borders_forward" : "borders_backward"},
+          {"heading", table.heading},
+          {"caption", table.caption},
+          {"ranks", std::move(rows)}};
+}
+
 }  // namespace
 
 std::string to_json(const Picture& picture) {

@@ -3,12 +3,14 @@ documents, each sequence cut over --cp ranks, replicas over the rest.
 
     python examples/hf_finetune.py                                     # one rank
     torchrun --nproc-per-node 4 examples/hf_finetune.py --cp 2         # 2 x 2
+    torchrun --nproc-per-node 2 examples/hf_finetune.py --cp 2 --family mamba2
     torchrun --nproc-per-node 8 examples/hf_finetune.py --cp 8 \\
         --model Qwen/Qwen3-8B --text corpus.txt --length 131072 --dtype bfloat16
 
-Without --model a tiny Llama with random weights is trained on bytes; without --text
-the text is the repository's own README. The losses are those of one rank, whatever
---cp is.
+Without --model a tiny model of --family, with random weights, is trained on bytes:
+any causal family of transformers, those with states and selected keys too. Without
+--text the text is the repository's own README. The losses are those of one rank,
+whatever --cp is.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longspan
+
+# Tiny families and the ids of bytes, as `longspan train` has them; a model of yours needs none.
+from longspan._commands import Refusal, family_named
+from longspan._families import built, config_of
+from longspan._training import FIRST_BYTE, WORDS
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -33,6 +40,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a name or a folder of transformers")
+    parser.add_argument("--family", default="llama", help="of the tiny model: mamba2, qwen3_next")
     parser.add_argument("--text", type=pathlib.Path, default=README)
     parser.add_argument("--cp", type=int, default=1, help="ranks that hold one sequence")
     parser.add_argument("--strategy", default="ring", choices=longspan.Strategy.names())
@@ -53,9 +61,12 @@ def pretrained(args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **tiny, **heads))
+    try:
+        family = family_named(args.family)
+    except Refusal as refusal:
+        sys.exit(f"hf_finetune: {refusal}")
+    config = config_of(family, vocabulary=WORDS, positions=args.length + 8)
+    return built(family, config).float()
 
 
 def tokens_of(args: argparse.Namespace) -> list[list[int]]:
@@ -64,7 +75,7 @@ def tokens_of(args: argparse.Namespace) -> list[list[int]]:
     if args.model:
         encode = AutoTokenizer.from_pretrained(args.model)
         return [encode(part)["input_ids"] for part in paragraphs]
-    return [list(part.encode()) for part in paragraphs]
+    return [[FIRST_BYTE + byte for byte in part.encode()] for part in paragraphs]
 
 
 def batches(documents: list[list[int]], length: int, rows: int) -> Any:
@@ -84,11 +95,19 @@ def batches(documents: list[list[int]], length: int, rows: int) -> Any:
         }
 
 
+def layers_of(model: Any) -> list[Any]:
+    """The decoder layers, the first list of modules in it; none where layers share
+    parameters, which then come and go with the whole model."""
+    stack = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), [])
+    held = [id(parameter) for layer in stack for parameter in layer.parameters()]
+    return list(stack) if len(held) == len(set(held)) else []
+
+
 def sharded(model: Any, mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
     """FSDP2 over all ranks: those of a sequence share the parameters too."""
     if mesh is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model

@@ -7,6 +7,7 @@
 #include "longspan/attention/detail/passes.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/ops/attend_cudnn.h"
+#include "longspan/ops/attend_fused.h"
 #include "longspan/ops/checks.h"
 
 namespace longspan {
@@ -199,7 +200,11 @@ Tensors4 attend_backward(const at::Tensor& dout, const at::Tensor& q,
     AttentionGradients gradients{dq_sum, dk_sum, dv_sum};
     AttentionInputs inputs =
         call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap);
-    if (!why_not_cudnn(inputs)) {
+    const bool by_cudnn =
+        inputs.q.is_cuda() && !call.plan->steps().empty() &&
+        !FusedChoice::of_backward(inputs, call.plan->steps()[0].lines)
+             .cudnn.empty();
+    if (by_cudnn) {
       // It wants these to lie alike: once here, not in every step.
       inputs.q = lying_like(answer.out, inputs.q);
       answer.dout = lying_like(answer.out, answer.dout);

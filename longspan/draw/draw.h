@@ -77,6 +77,23 @@ Picture draw_plan_of(const AttentionLayout& layout, const Strategy& strategy,
 /// The same of a plan by itself, which knows tokens but no bytes.
 Picture draw_plan_of(const Plan& plan, const DrawOptions& options = {});
 
+/// What a recurrent layer hands over the borders of runs, in bytes. Without
+/// bytes of a state it is a convolution alone.
+struct StateShape {
+  int64_t rows = 0;  ///< tokens that its convolution looks back at
+  int64_t row_bytes = 0;
+  int64_t transition_bytes = 4;
+  int64_t state_bytes = 4;
+};
+
+/// Runs and states: which run of a document is whose, where documents begin
+/// anew, and which rank sends what to which for the borders between them,
+/// forward and backward (StatePlan, HaloPlan). Bytes are those of all rows of
+/// the batch; the runs drawn are those of the first. Streams of very many
+/// ranks or runs are left out, and the caption says so.
+Picture draw_states(const AttentionLayout& layout, const StateShape& shape = {},
+                    const DrawOptions& options = {});
+
 /// One line a strategy: steps, hops, pairs, balance and bytes.
 Picture draw_strategies(const AttentionLayout& layout,
                         const std::vector<Strategy>& strategies,

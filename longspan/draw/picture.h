@@ -195,8 +195,54 @@ struct StrategyTable {
   std::vector<StrategyRow> rows;
 };
 
+/// A contiguous piece of a document on one rank, and who holds the runs of the
+/// document before and after it: kNoRank where the document begins or ends.
+struct DrawnRun {
+  int rank = 0;
+  int64_t document = 0;
+  TokenRange tokens;
+  int before = kNoRank;
+  int after = kNoRank;
+  friend bool operator==(const DrawnRun&, const DrawnRun&) = default;
+};
+
+/// Shown ranks downwards, each with its runs in the stream: where documents
+/// begin, and where they go on with what another run hands them.
+struct RunChart {
+  std::string heading;
+  std::string caption;
+  int64_t tokens = 0;
+  std::vector<int> ranks;
+  std::vector<DrawnRun> runs;           ///< of these ranks, in local order
+  std::vector<DocumentMark> documents;  ///< empty when too many to draw
+};
+
+/// What one rank sends to another for the borders of runs.
+struct BorderCell {
+  int to = 0;
+  int64_t states = 0;
+  int64_t transitions = 0;
+  int64_t rows = 0;  ///< tokens that a convolution looks back at
+  int64_t bytes = 0;
+};
+
+struct BorderRow {
+  int rank = 0;
+  int64_t bytes = 0;  ///< to all ranks, also those that are not shown
+  std::vector<BorderCell> cells;
+};
+
+/// Shown ranks that send downwards, the same ones to the right; one pass.
+struct BorderTable {
+  std::string heading;
+  std::string caption;
+  Measure measure = Measure::forward_bytes;
+  std::vector<BorderRow> rows;
+  int64_t most_bytes = 0;  ///< the largest cell
+};
+
 using Panel = std::variant<Strips, MaskGrid, StepTable, WorkBars, PlanTable,
-                           StrategyTable>;
+                           StrategyTable, RunChart, BorderTable>;
 using PanelColumn = std::vector<Panel>;
 
 /// What is drawn, before anyone decides how: rows of columns of panels. to_svg

@@ -125,12 +125,8 @@ void StripPainter::label(const std::vector<CellRun>& runs) {
   }
 }
 
-namespace {
-
-/// Brackets over the documents, named where the name fits. One document that
-/// is the whole stream needs none.
-double document_marks(SvgWriter& out, const Axis& axis, double y,
-                      const std::vector<DocumentMark>& documents) {
+double paint_documents(SvgWriter& out, const Axis& axis, double y,
+                       const std::vector<DocumentMark>& documents) {
   const auto trivial = [&](const DocumentMark& mark) {
     return mark.slot.empty() || mark.slot.size() == axis.tokens;
   };
@@ -158,18 +154,17 @@ double document_marks(SvgWriter& out, const Axis& axis, double y,
   return 25;
 }
 
-/// Token numbers under the borders of runs, as far as they keep apart.
-double token_ticks(SvgWriter& out, const Axis& axis, double y,
-                   const std::vector<CellRun>& runs) {
+double paint_ticks(SvgWriter& out, const Axis& axis, double y,
+                   const std::vector<int64_t>& borders) {
   const std::string end_name = short_count(axis.tokens);
   const double end = axis.at(axis.tokens);
   const double last = end - text_width(end_name, 11) - 6;
   double free_from = axis.begin;
-  for (const CellRun& run : runs) {
-    const std::string name = short_count(run.tokens.begin);
+  for (int64_t token : borders) {
+    const std::string name = short_count(token);
     const double width = text_width(name, 11);
-    const bool first = run.tokens.begin == 0;
-    const double x = axis.at(run.tokens.begin);
+    const bool first = token == 0;
+    const double x = axis.at(token);
     const double left = first ? x : x - width / 2;
     if (left < free_from || left + width > last) continue;
     free_from = left + width + 6;
@@ -178,6 +173,8 @@ double token_ticks(SvgWriter& out, const Axis& axis, double y,
   out.text(end, y + 13, end_name, "small", Anchor::end);
   return 18;
 }
+
+namespace {
 
 std::string legend(const Strips& strips) {
   bool pads = false;
@@ -210,7 +207,7 @@ double paint(SvgWriter& out, const Strips& strips, Box box) {
   for (const DocumentMark& mark : strips.documents) {
     borders.push_back(mark.slot.begin);
   }
-  y += document_marks(out, axis, y, strips.documents);
+  y += paint_documents(out, axis, y, strips.documents);
   for (const Strip& strip : strips.strips) {
     const bool is_stream = &strip == &stream;
     const double thickness = is_stream ? 28 : 14;
@@ -225,7 +222,9 @@ double paint(SvgWriter& out, const Strips& strips, Box box) {
     const std::vector<CellRun> runs = owner_runs(strip.cells, borders);
     painter.divide(runs);
     if (strips.owned) painter.label(runs);
-    y += token_ticks(out, axis, y - 4, runs);
+    std::vector<int64_t> ticks;
+    for (const CellRun& run : runs) ticks.push_back(run.tokens.begin);
+    y += paint_ticks(out, axis, y - 4, ticks);
   }
   y -= 4;
   const std::string words = labelled ? legend(strips) : strips.caption;

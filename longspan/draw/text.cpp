@@ -52,6 +52,8 @@ class TextPainter {
   void paint(const WorkBars& bars);
   void paint(const PlanTable& table);
   void paint(const StrategyTable& table);
+  void paint(const RunChart& chart);
+  void paint(const BorderTable& table);
   void paragraph(const std::string& text);
   void line(const std::string& text = "");
   const std::string& text() const { return out_; }
@@ -385,6 +387,41 @@ void TextPainter::paint(const StrategyTable& table) {
          short_count(row.most_forward), short_count(row.most_backward)});
   }
   if (!table.rows.empty()) columns(lines);
+  paragraph(table.caption);
+}
+
+/// A line for each run: where it lies, and whose state comes in and goes on.
+void TextPainter::paint(const RunChart& chart) {
+  line(chart.heading);
+  const auto name = [](int rank) {
+    return rank == kNoRank ? std::string("-") : join("rank ", rank);
+  };
+  std::vector<std::vector<std::string>> lines{
+      {"", "document", "tokens", "comes from", "goes on to"}};
+  for (const DrawnRun& run : chart.runs) {
+    lines.push_back({name(run.rank), std::to_string(run.document),
+                     join(run.tokens.begin, " .. ", run.tokens.end - 1),
+                     name(run.before), name(run.after)});
+  }
+  if (!chart.runs.empty()) columns(lines);
+  paragraph(chart.caption);
+}
+
+void TextPainter::paint(const BorderTable& table) {
+  line(table.heading);
+  std::vector<std::vector<std::string>> lines{{"from, to"}};
+  for (const BorderRow& row : table.rows) {
+    lines.front().push_back(std::to_string(row.rank));
+    std::vector<std::string>& cells =
+        lines.emplace_back(std::vector{std::to_string(row.rank)});
+    for (const BorderCell& cell : row.cells) {
+      const bool nothing = cell.states + cell.rows == 0;
+      cells.push_back(nothing ? "-" : short_count(cell.bytes));
+    }
+    cells.push_back(short_count(row.bytes));
+  }
+  lines.front().emplace_back("in all");
+  columns(lines);
   paragraph(table.caption);
 }
 

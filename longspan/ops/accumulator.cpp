@@ -106,9 +106,10 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
 
 std::optional<PartialAttention> Accumulator::first_part(
     at::ScalarType dtype) const {
-  if (sums_ || !waiting_.empty() || memory_.defined()) return std::nullopt;
-  return empty(expects_more_ ? c10::typeMetaToScalarType(options_.dtype())
-                             : dtype);
+  if (sums_ || !waiting_.empty()) return std::nullopt;
+  return empty(expects_more_ || memory_.defined()
+                   ? c10::typeMetaToScalarType(options_.dtype())
+                   : dtype);
 }
 
 void Accumulator::begin(PartialAttention part) {

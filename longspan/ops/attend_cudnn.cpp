@@ -90,11 +90,13 @@ std::optional<std::string> why_not_cudnn(const AttentionInputs& in) {
     return "it has no float32 and no float64";
   }
   const int64_t dim = in.q.size(3), value_dim = in.v.size(3);
-  const bool usual = dim <= 128 && value_dim <= 128;
+  const bool usual =
+      (dim <= 128 && value_dim <= 128) || (dim == 256 && value_dim == 256);
   const bool latent = dim == 192 && value_dim == 128;
   if (dim % 8 != 0 || value_dim % 8 != 0 || !(usual || latent)) {
     return join(dim, " and ", value_dim,
-                " channels; it has multiples of 8 up to 128, and 192 with 128");
+                " channels; it has multiples of 8 up to 128, 256, and 192 with "
+                "128");
   }
   const at::Context& torch = at::globalContext();
   constexpr long kOldest = 91100;

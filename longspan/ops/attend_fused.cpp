@@ -13,31 +13,60 @@ namespace longspan {
 
 namespace {
 
-/// The kernels for CUDA, the one that is asked first first.
+/// The kernels for CUDA, in the order in which they are asked.
 constexpr std::string_view kNames[] = {"hopper", "cudnn", "flash", "blocked"};
 
-/// Why the environment variable keeps a kernel from being used, or nothing: the
-/// kernel that it names is the first to be asked.
-std::optional<std::string> why_not_wanted(std::string_view name) {
+/// The kernel that LONGSPAN_CUDA_KERNEL names, the first to be asked; or none.
+std::string_view wanted_kernel() {
   const char* const value = std::getenv("LONGSPAN_CUDA_KERNEL");
-  if (value == nullptr || *value == 0) return std::nullopt;
+  if (value == nullptr) return {};
   const std::string_view wanted = value;
-  check(std::ranges::find(kNames, wanted) != std::end(kNames),
+  check(wanted.empty() || std::ranges::find(kNames, wanted) != std::end(kNames),
         "LONGSPAN_CUDA_KERNEL is ", wanted,
         "; expected hopper, cudnn, flash or blocked");
-  for (const std::string_view known : kNames) {
-    if (known == wanted) return std::nullopt;
-    if (known == name) break;
-  }
-  return join("LONGSPAN_CUDA_KERNEL asks for ", wanted);
+  return wanted;
 }
 
-/// `reason`, unless the kernel is not wanted anyway.
+/// `reason`, unless one after this kernel is wanted anyway.
 template <class Reason>
 std::optional<std::string> why_not(std::string_view name,
                                    const Reason& reason) {
-  const auto unwanted = why_not_wanted(name);
-  return unwanted ? unwanted : reason();
+  const std::string_view wanted = wanted_kernel();
+  const auto* const asked = std::ranges::find(kNames, wanted);
+  if (asked != std::end(kNames) && std::ranges::find(kNames, name) < asked) {
+    return join("LONGSPAN_CUDA_KERNEL asks for ", wanted);
+  }
+  return reason();
+}
+
+/// Whether cuDNN, where it needs hardly more than a call, is known to be faster
+/// than our own kernel: measured by bench/dense_gpu.py.
+bool is_cudnn_faster(const AttentionInputs& inputs) {
+  return inputs.q.size(3) <= 64 || inputs.q.size(3) > 128;
+}
+bool is_cudnn_backward_faster(const AttentionInputs& /*inputs*/) {
+  return true;
+}
+
+/// Few calls, and all of it.
+bool is_little_work_for_cudnn(const FusedChoice& choice, int64_t rows) {
+  return !choice.why_blocked && choice.flash.empty() &&
+         std::ssize(choice.cudnn) <= 2 * rows;
+}
+
+FusedChoice choose(const AttentionInputs& inputs,
+                   std::span<const KeyLines> lines,
+                   const std::optional<std::string>& why_not_hopper,
+                   bool rather_cudnn) {
+  if (why_not_hopper) {
+    return FusedChoice::of_torch(inputs, lines, *why_not_hopper);
+  }
+  if (rather_cudnn && wanted_kernel().empty()) {
+    FusedChoice choice =
+        FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
+    if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
+  }
+  return {};
 }
 
 }  // namespace
@@ -46,16 +75,21 @@ FusedChoice FusedChoice::of(const AttentionInputs& inputs,
                             std::span<const KeyLines> lines) {
   const auto reason = why_not(
       "hopper", [&] { return longspan::why_not_hopper(inputs, lines); });
-  if (!reason) return {};
-  FusedChoice choice = of_backward(inputs, lines);
-  choice.why_not_hopper = reason;
-  return choice;
+  return choose(inputs, lines, reason, is_cudnn_faster(inputs));
 }
 
 FusedChoice FusedChoice::of_backward(const AttentionInputs& inputs,
                                      std::span<const KeyLines> lines) {
+  const auto reason =
+      why_not("hopper", [&] { return why_not_hopper_backward(inputs, lines); });
+  return choose(inputs, lines, reason, is_cudnn_backward_faster(inputs));
+}
+
+FusedChoice FusedChoice::of_torch(const AttentionInputs& inputs,
+                                  std::span<const KeyLines> lines,
+                                  std::string why_not_hopper) {
   FusedChoice choice;
-  choice.why_not_hopper = "it has no derivative";
+  choice.why_not_hopper = std::move(why_not_hopper);
   const auto not_cudnn =
       why_not("cudnn", [&] { return why_not_cudnn(inputs); });
   for (const FusedSegment& segment : fused_segments(lines)) {
@@ -105,6 +139,10 @@ void attend_tiles_backward_fused(const AttentionInputs& inputs,
                                  const AttentionAnswer& answer,
                                  AttentionGradients& gradients) {
   const auto choice = FusedChoice::of_backward(inputs, lines);
+  if (!choice.why_not_hopper) {
+    attend_tiles_backward_hopper(inputs, lines, answer, gradients);
+    return;
+  }
   if (choice.why_blocked) {
     attend_tiles_backward_blocked(inputs, lines, answer, gradients);
     return;

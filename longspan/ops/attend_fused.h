@@ -23,6 +23,9 @@ struct FusedChoice {
                         std::span<const KeyLines> lines);
   static FusedChoice of_backward(const AttentionInputs& inputs,
                                  std::span<const KeyLines> lines);
+  static FusedChoice of_torch(const AttentionInputs& inputs,
+                              std::span<const KeyLines> lines,
+                              std::string why_not_hopper);
 
   /// "cudnn", "flash, not cudnn: it takes no windows", "cudnn, and flash for 2
   /// of 3 parts: ...", "blocked, not flash: it has no softcap".

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "longspan/core/detail/check.h"
 #include "longspan/kernels/attention/hopper/attention.h"
+#include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/token_arrays.h"
 
@@ -18,17 +20,54 @@ AttentionInputs aligned(AttentionInputs in) {
   return in;
 }
 
+template <class Args>
+std::optional<std::string> why_not(
+    std::optional<std::string> (*ask)(const AttentionArgs& args),
+    const AttentionInputs& inputs, std::span<const KeyLines> lines) {
+  if (!inputs.q.is_cuda()) return "the tensors are not on CUDA";
+  if (inputs.q.scalar_type() != at::kBFloat16) {
+    return "elements are not bfloat16";
+  }
+  const c10::OptionalDeviceGuard guard(inputs.q.device());
+  const AttentionInputs in = aligned(inputs);
+  Args args;
+  fill(args, in, lines);
+  return ask(args);
+}
+
+/// Where a gradient is written: a first part, or the sum so far.
+struct Target {
+  Accumulator& sum;
+  std::optional<PartialAttention> first;
+
+  Target(Accumulator& of, const at::Tensor& like)
+      : sum(of), first(of.first_part(like.scalar_type())) {}
+
+  const at::Tensor& to() { return first ? first->out : sum.sums().out; }
+  void finish() {
+    if (first) sum.begin(*std::move(first));
+  }
+};
+
+/// Where the kernels keep a table.
+template <class Table>
+at::Tensor memory_for(const Table& table, const at::Tensor& like) {
+  return at::empty({static_cast<int64_t>(table.bytes())},
+                   like.options().dtype(at::kByte));
+}
+
 }  // namespace
 
 std::optional<std::string> why_not_hopper(const AttentionInputs& inputs,
                                           std::span<const KeyLines> lines) {
-  if (!inputs.q.is_cuda()) return "the tensors are not on CUDA";
-  if (inputs.q.scalar_type() != at::kBFloat16)
-    return "elements are not bfloat16";
-  const c10::OptionalDeviceGuard guard(inputs.q.device());
-  hopper::DenseForwardArgs args;
-  fill(args, aligned(inputs), lines);
-  return hopper::why_not_attention(args);
+  return why_not<hopper::DenseForwardArgs>(hopper::why_not_attention, inputs,
+                                           lines);
+}
+
+std::optional<std::string> why_not_hopper_backward(
+    const AttentionInputs& inputs, std::span<const KeyLines> lines) {
+  return why_not<hopper::DenseBackwardArgs>(hopper::why_not_attention_backward,
+                                            inputs, lines);
 }
 
 void attend_tiles_hopper(const AttentionInputs& inputs,
@@ -46,11 +85,43 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   args.out = array_of<void*>(to.out);
   args.lse = array_of<void*>(to.lse);
   const hopper::WorkTable table = hopper::forward_work(args);
-  const at::Tensor memory = at::empty({static_cast<int64_t>(table.bytes())},
-                                      in.q.options().dtype(at::kByte));
+  const at::Tensor memory = memory_for(table, in.q);
   hopper::attention_forward(args, table, memory.mutable_data_ptr(),
                             current_stream(in.q));
   if (first) running.begin(*std::move(first));
+}
+
+void attend_tiles_backward_hopper(const AttentionInputs& inputs,
+                                  std::span<const KeyLines> lines,
+                                  const AttentionAnswer& answer,
+                                  AttentionGradients& gradients) {
+  const c10::OptionalDeviceGuard guard(inputs.q.device());
+  const AttentionInputs in = aligned(inputs);
+  const at::Tensor dout = with_aligned_rows(answer.dout);
+  hopper::DenseBackwardArgs args;
+  fill(args, in, lines);
+  args.dout = array_of<const void*>(dout);
+  args.lse = array_of<const void*>(answer.lse);
+  args.delta = array_of<const void*>(answer.delta());
+  args.in_any_order = !why_not_unordered();
+  if (args.in_any_order) gradients.dq.sums();
+  Target dq(gradients.dq, in.q), dk(gradients.dk, in.k), dv(gradients.dv, in.v);
+  promise(dk.first.has_value() == dv.first.has_value(),
+          "attend_hopper: dk was added to, but dv not");
+  args.dq = array_of<void*>(dq.to());
+  args.dq_type = *element_type(dq.to().scalar_type());
+  args.dq_adds = !dq.first;
+  args.dk = array_of<void*>(dk.to());
+  args.dv = array_of<void*>(dv.to());
+  args.dk_type = *element_type(dk.to().scalar_type());
+  args.dk_adds = !dk.first;
+  const hopper::BackwardWork work = hopper::backward_work(args);
+  const at::Tensor memory = memory_for(work, in.q);
+  hopper::attention_backward(args, work, memory.mutable_data_ptr(),
+                             current_stream(in.q));
+  dq.finish();
+  dk.finish();
+  dv.finish();
 }
 
 }  // namespace longspan

@@ -177,6 +177,14 @@ def draw_plan(
     value_dim: int,
     bytes_per_element: int,
 ) -> Picture: ...
+def draw_states(
+    ownership: Ownership,
+    masks: Sequence[Mask],
+    rows: int,
+    row_bytes: int,
+    transition_bytes: int,
+    state_bytes: int,
+) -> Picture: ...
 
 class TokenTensor:
     @property

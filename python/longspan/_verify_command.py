@@ -39,12 +39,13 @@ from longspan._commands import (
     threads_for,
 )
 from longspan._group import Group
+from longspan._measuring import Wishes
 from longspan._models import AUTO
 from longspan._printing import printed
 from longspan._strategy import Strategy
 from longspan._tables import aligned
 from longspan._verify_report import page
-from longspan._verifying import ANSWERS, Unfit, Verdict, Wishes, verify
+from longspan._verifying import ANSWERS, Unfit, Verdict, verify
 from longspan._written import check_writable, write_whole
 
 _WHO = "longspan verify"

@@ -11,7 +11,8 @@ import torch
 
 from longspan._C import __version__
 from longspan._charts import error_bars
-from longspan._verifying import ANSWERS, Verdict, Wishes
+from longspan._measuring import Wishes
+from longspan._verifying import ANSWERS, Verdict
 
 _STYLE = """\
 :root { color-scheme: light; }

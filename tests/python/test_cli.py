@@ -311,9 +311,14 @@ REFUSED = [
         "draw the mask and the work",
     ),
     (
+        "states of a compressed mask",
+        [*STREAM, "--mask", "compressed", "--ratio", "4", "--show", "states"],
+        "--show states goes with a mask of tokens, and this one is compressed",
+    ),
+    (
         "show unknown",
         [*STREAM, "--show", "nothing"],
-        "--show is 'nothing'; expected all, ownership, mask, steps or work",
+        "--show is 'nothing'; expected all, ownership, mask, steps, work or states",
     ),
     (
         "format unknown",
@@ -548,6 +553,14 @@ def test_two_layouts_are_drawn_beside_each_other():
 @pytest.mark.parametrize("show", ["ownership", "mask", "steps", "work"])
 def test_one_panel_alone(show):
     assert list(panels(*STREAM, "--show", show)) == [show]
+
+
+def test_runs_and_states():
+    found = panels(*STREAM, "--layout", "contiguous", "--show", "states")
+    assert list(found) == ["runs", "borders_forward", "borders_backward"]
+    assert [run["before"] for run in found["runs"]["runs"]] == [None, 0, 1, 2]
+    first = found["borders_forward"]["ranks"][0]
+    assert first["bytes"] == 12 and [cell["to"] for cell in first["sends"]] == [1, 2, 3]
 
 
 def test_text_is_plain_unless_asked():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -58,6 +59,34 @@ def test_the_example_trains_alike_on_any_number_of_ranks() -> None:
     for ours, theirs in zip(over, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=2e-3)
+
+
+#: One of each kind: a state with numbers, with matrices, a convolution alone, selected keys, and
+#: layers that share parameters.
+KINDS = ("mamba2", "qwen3_next", "lfm2", "glm_moe_dsa", "zamba2")
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_example_takes_any_family(
+    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--family", family, "--steps", "3", "--length", "96", "--json"]
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    alone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(alone) == 3 and alone[-1]["loss"] < alone[0]["loss"]
+    if family != "mamba2":
+        return
+    over = example(2, "--cp", "2", "--family", family, "--checkpointing")
+    for ours, theirs in zip(over, alone, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=2e-3)
+
+
+def test_the_example_knows_no_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--family", "mamba3"])
+    with pytest.raises(SystemExit, match=r"hf_finetune: 'mamba3' is neither .* like it are mamba"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 def test_the_example_names_numbers_that_do_not_divide() -> None:

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 import transformers
 
 import longspan
-from longspan import _verifying
+from longspan import _measuring, _verifying
+from longspan._measuring import Wishes, lengths_of
 from longspan._verify_command import main
-from longspan._verifying import Wishes, lengths_of
 
 SMALL = ["--tokens", "96", "--documents", "4"]
 
@@ -94,14 +94,14 @@ def test_a_terminal_is_told_what_goes_on(
 
 def planted(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str = "llama") -> dict[str, Any]:
     """What is said of a family over ranks whose share or model somebody spoils."""
-    before = _verifying.parallelize
+    before = _measuring.parallelize
 
     def spoiled(model: Any, group: Any = None, **options: Any) -> Any:
         made = before(model, group, **options)
         fault(made, group)
         return made
 
-    monkeypatch.setattr(_verifying, "parallelize", spoiled)
+    monkeypatch.setattr(_measuring, "parallelize", spoiled)
     from longspan._families import Family, made
 
     wishes = Wishes(ranks=2, tokens=96, documents=4)
@@ -157,9 +157,9 @@ def test_another_selection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slots_that_differ_are_counted_with_their_scores() -> None:
     q, k = torch.eye(3)[:, None], torch.tensor([[4.0, 0, 0], [2, 0, 0], [1, 0, 0]])
-    found = _verifying._scores([q, k, torch.ones(3, 1)], 0, torch.tensor([0, 2]))
+    found = _measuring._scores([q, k, torch.ones(3, 1)], 0, torch.tensor([0, 2]))
     assert found.tolist() == [4.0, 1.0]
-    assert _verifying._joined([torch.tensor([[0, 1], [0, 1]])], [5]).tolist() == [[5, -1], [5, 6]]
+    assert _measuring._joined([torch.tensor([[0, 1], [0, 1]])], [5]).tolist() == [[5, -1], [5, 6]]
 
 
 # ---- Folders.

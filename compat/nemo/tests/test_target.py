@@ -160,3 +160,26 @@ def test_the_example_runs(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["eagle3_target.py", "--ranks", "3", "--tokens", "11"])
     assert target.main() == 0
     assert "11 tokens over 3 ranks give what one rank gives" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(3, 23), (2, 14)])
+def test_the_example_takes_a_glm_target(ranks, tokens, monkeypatch, capsys):
+    """Rows are longer than the keys that a query selects."""
+    pytest.importorskip("transformers")
+    options = ["--target", "glm_moe_dsa", "--ranks", str(ranks), "--tokens", str(tokens)]
+    monkeypatch.setattr("sys.argv", ["eagle3_target.py", *options])
+    assert target.main() == 0
+    told = capsys.readouterr().out
+    assert f"{tokens} tokens over {ranks} ranks give what one rank gives" in told
+    assert told.count(f"hidden [2, {tokens}, 192]") == ranks
+
+
+def test_a_parallelized_target_is_checked_too(monkeypatch):
+    pytest.importorskip("transformers")
+    model = target.family_model("glm_moe_dsa")
+    assert model.config.num_hidden_layers == 8 and model.config.index_topk < 14
+    assert target.ParallelizedTarget(model).layer_ids == [1, 3, 4]
+    with pytest.raises(ValueError, match="name three different ones"):
+        target.ParallelizedTarget(model, None, [1, 1, 2])
+    with pytest.raises(SystemExit, match="eagle3_target: 'glm_moe' is neither"):
+        target.family_model("glm_moe")

@@ -78,6 +78,16 @@ class StripPainter {
 double paint_heading(SvgWriter& out, Box box, const std::string& text);
 double paint_caption(SvgWriter& out, Box box, const std::string& text);
 
+/// Brackets over the documents, named where the name fits. One document that
+/// is the whole stream needs none.
+double paint_documents(SvgWriter& out, const Axis& axis, double y,
+                       const std::vector<DocumentMark>& documents);
+
+/// Numbers of tokens under these borders, ascending, as far as they keep apart,
+/// and of the end.
+double paint_ticks(SvgWriter& out, const Axis& axis, double y,
+                   const std::vector<int64_t>& borders);
+
 /// "step 0" over each column, `width` pixels apart from `box.x` on; numbers
 /// alone, some left out, where it is tight, with the word at `label_x`.
 double paint_step_names(SvgWriter& out, Box box, double label_x,
@@ -94,5 +104,7 @@ double paint(SvgWriter& out, const StepTable& table, Box box);
 double paint(SvgWriter& out, const WorkBars& bars, Box box);
 double paint(SvgWriter& out, const PlanTable& table, Box box);
 double paint(SvgWriter& out, const StrategyTable& table, Box box);
+double paint(SvgWriter& out, const RunChart& chart, Box box);
+double paint(SvgWriter& out, const BorderTable& table, Box box);
 
 }  // namespace longspan

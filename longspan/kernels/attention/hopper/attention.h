@@ -10,13 +10,13 @@
 namespace longspan::hopper {
 
 /// Dense attention, as ../attention.h promises it, on a Hopper device:
-/// bfloat16, any lines, up to 256 channels. The lines travel as they are: no
-/// mask, no launch for each document, nothing read back. Nothing is allocated,
-/// the host never waits and a graph may capture it. `stream` is a cudaStream_t
-/// of the device in use.
+/// bfloat16, any lines, up to 256 channels forward and 128 backward. The lines
+/// travel as they are: no mask, no launch for each document, nothing read back.
+/// Nothing is allocated, the host never waits and a graph may capture it.
+/// `stream` is a cudaStream_t of the device in use.
 ///
-/// The same bits every time; and for documents of at least 128 tokens, whatever
-/// other documents are in the call.
+/// The same bits every time, unless dq may come in any order; and for documents
+/// of at least 128 tokens, whatever other documents are in the call.
 
 /// Why the forward kernel cannot take it, or nothing.
 std::optional<std::string> why_not_attention(const AttentionArgs& args);
@@ -37,5 +37,33 @@ WorkTable forward_work(const DenseForwardArgs& args);
 /// `memory` is table.bytes() long, on the device, and aligned to 16.
 void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
                        void* memory, void* stream);
+
+/// Why the backward kernel cannot take it, or nothing.
+std::optional<std::string> why_not_attention_backward(
+    const AttentionArgs& args);
+
+/// Where derivatives go: those of every query and key are written, also of
+/// those that see or are seen by nobody; or, in float32, added to what is
+/// there.
+struct DenseBackwardArgs : AttentionBackwardArgs {
+  ElementType dq_type = ElementType::float32;  // or bfloat16
+  ElementType dk_type = ElementType::float32;  // of dk and dv
+  bool dq_adds = false, dk_adds = false;
+  /// Whether dq may be added up in the order in which blocks of keys finish,
+  /// other bits in every run: faster. dq_adds then, to floats.
+  bool in_any_order = false;
+};
+
+/// The blocks of keys and of queries for such a call.
+struct BackwardWork {
+  KeyWorkTable keys;
+  WorkTable queries;
+  std::size_t bytes() const { return keys.bytes() + queries.bytes(); }
+};
+BackwardWork backward_work(const DenseBackwardArgs& args);
+
+/// `memory` is work.bytes() long, on the device, and aligned to 16.
+void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
+                        void* memory, void* stream);
 
 }  // namespace longspan::hopper

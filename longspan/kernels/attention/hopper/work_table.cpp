@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 namespace longspan::hopper {
@@ -13,46 +14,93 @@ int32_t narrow(int64_t value) {
   return static_cast<int32_t>(std::clamp(value, -kMost, kMost));
 }
 
-/// Lines of one row such that no two share a query, ascending.
-using Layer = std::vector<KeyLines>;
+/// A line as blocks of queries read it: rows are queries and columns keys.
+struct QuerySide {
+  KeyLines line;
+
+  int64_t row() const { return line.row; }
+  TokenRange rows() const { return line.queries; }
+  TokenRange columns_of(int64_t query) const { return line.keys_of(query); }
+  WorkLine told() const {
+    return {narrow(line.queries.begin), narrow(line.queries.end),
+            narrow(line.begin_shift),   narrow(line.begin_min),
+            narrow(line.begin_max),     narrow(line.end_shift),
+            narrow(line.end_min),       narrow(line.end_max)};
+  }
+};
+
+/// A line as blocks of keys read it: rows are keys and columns queries.
+struct KeySide {
+  KeyLines line;
+
+  int64_t row() const { return line.row; }
+  TokenRange rows() const {
+    return {line.keys_of(line.queries.begin).begin,
+            line.keys_of(line.queries.end - 1).end};
+  }
+  /// Bounds rise by one with the query or stand still, so the first query that
+  /// sees a key is where the end passes it, the last where the begin does.
+  TokenRange columns_of(int64_t key) const {
+    const auto [first, last] = line.queries;
+    return {key < line.end_min
+                ? first
+                : std::clamp(key + 1 - line.end_shift, first, last),
+            key >= line.begin_max
+                ? last
+                : std::clamp(key + 1 - line.begin_shift, first, last)};
+  }
+  WorkKeyLine told() const {
+    return {narrow(rows().begin),       narrow(rows().end),
+            narrow(line.queries.begin), narrow(line.queries.end),
+            narrow(line.end_min),       narrow(1 - line.end_shift),
+            narrow(line.begin_max),     narrow(1 - line.begin_shift)};
+  }
+};
+
+/// Lines of one row such that no two share a row of the block, ascending.
+template <class Side>
+using Layer = std::vector<Side>;
 
 /// The lines of a row in as few layers as they need.
-std::vector<Layer> layers_of(std::span<const KeyLines> lines) {
-  std::vector<Layer> layers;
-  for (const KeyLines& line : lines) {
-    const auto fits = [&](const Layer& layer) {
-      return layer.back().queries.end <= line.queries.begin;
+template <class Side>
+std::vector<Layer<Side>> layers_of(std::span<const Side> lines) {
+  std::vector<Layer<Side>> layers;
+  for (const Side& line : lines) {
+    const auto fits = [&](const Layer<Side>& layer) {
+      return layer.back().rows().end <= line.rows().begin;
     };
     auto layer = std::ranges::find_if(layers, fits);
-    if (layer == layers.end()) layer = layers.insert(layer, Layer{});
+    if (layer == layers.end()) layer = layers.insert(layer, Layer<Side>{});
     layer->push_back(line);
   }
   return layers;
 }
 
 /// Where blocks must end: both ends of the long lines.
-std::vector<int64_t> borders(std::span<const KeyLines> lines, int64_t block) {
+template <class Side>
+std::vector<int64_t> borders(std::span<const Side> lines, int64_t block) {
   std::vector<int64_t> places;
-  for (const KeyLines& line : lines) {
-    if (line.queries.size() < block) continue;
-    places.push_back(line.queries.begin);
-    places.push_back(line.queries.end);
+  for (const Side& line : lines) {
+    if (line.rows().size() < block) continue;
+    places.push_back(line.rows().begin);
+    places.push_back(line.rows().end);
   }
   std::ranges::sort(places);
   return places;
 }
 
+template <class Side, class Line>
 class Builder {
  public:
-  Builder(const WorkShape& shape, WorkTable& table)
+  Builder(const WorkShape& shape, WorkOf<Line>& table)
       : shape_(shape), table_(table) {}
 
-  void add_row(int64_t row, std::span<const KeyLines> lines) {
-    const std::vector<Layer> layers = layers_of(lines);
+  void add_row(int64_t row, std::span<const Side> lines) {
+    const std::vector<Layer<Side>> layers = layers_of(lines);
     std::vector<int32_t> first_lines;
-    for (const Layer& layer : layers) {
+    for (const Layer<Side>& layer : layers) {
       first_lines.push_back(narrow(std::ssize(table_.lines)));
-      for (const KeyLines& line : layer) table_.lines.push_back(as_told(line));
+      for (const Side& line : layer) table_.lines.push_back(line.told());
     }
     const std::vector<int64_t> stops = borders(lines, shape_.block_queries);
     std::vector<std::size_t> at(layers.size(), 0);
@@ -61,13 +109,13 @@ class Builder {
     while (next < shape_.queries) {
       int64_t begin = next;
       if (!shape_.every_query) {
-        // On to the first query that sees something.
+        // On to the first row that sees something.
         int64_t seen = shape_.queries;
         for (std::size_t i = 0; i < layers.size(); ++i) {
           skip(layers[i], at[i], begin);
           if (at[i] < layers[i].size()) {
             seen =
-                std::min(seen, std::max(begin, layers[i][at[i]].queries.begin));
+                std::min(seen, std::max(begin, layers[i][at[i]].rows().begin));
           }
         }
         begin = seen;
@@ -81,39 +129,27 @@ class Builder {
   }
 
  private:
-  static WorkLine as_told(const KeyLines& line) {
-    return {narrow(line.queries.begin), narrow(line.queries.end),
-            narrow(line.begin_shift),   narrow(line.begin_min),
-            narrow(line.begin_max),     narrow(line.end_shift),
-            narrow(line.end_min),       narrow(line.end_max)};
+  /// Past the lines that end at or before a row.
+  static void skip(const Layer<Side>& layer, std::size_t& at, int64_t row) {
+    while (at < layer.size() && layer[at].rows().end <= row) ++at;
   }
 
-  /// Past the lines that end at or before a query.
-  static void skip(const Layer& layer, std::size_t& at, int64_t query) {
-    while (at < layer.size() && layer[at].queries.end <= query) ++at;
-  }
-
-  void add_block(int64_t row, TokenRange queries,
-                 const std::vector<Layer>& layers,
+  void add_block(int64_t row, TokenRange rows,
+                 const std::vector<Layer<Side>>& layers,
                  const std::vector<int32_t>& first_lines,
                  std::vector<std::size_t>& at) {
     WorkBlock block{narrow(std::ssize(table_.parts)), 0, 0, 0};
-    const WorkPart empty{narrow(row),
-                         narrow(queries.begin),
-                         0,
-                         0,
-                         0,
-                         0,
-                         0,
-                         static_cast<int16_t>(queries.size()),
-                         0};
+    WorkPart empty{};
+    empty.row = narrow(row);
+    empty.first_query = narrow(rows.begin);
+    empty.queries = static_cast<int16_t>(rows.size());
     for (std::size_t i = 0; i < layers.size(); ++i) {
-      skip(layers[i], at[i], queries.begin);
+      skip(layers[i], at[i], rows.begin);
       WorkPart part = empty;
       int64_t counted = 0;
       const auto finish = [&] {
         if (part.lines == 0) return;
-        if (counted < queries.size()) part.full_last = part.full_first;
+        if (counted < rows.size()) part.full_last = part.full_first;
         table_.parts.push_back(part);
         ++block.parts;
         block.tiles += (part.last_key - part.first_key + shape_.tile_keys - 1) /
@@ -122,16 +158,16 @@ class Builder {
         counted = 0;
       };
       for (std::size_t j = at[i]; j < layers[i].size(); ++j) {
-        const KeyLines& line = layers[i][j];
-        if (line.queries.begin >= queries.end) break;
-        const TokenRange mine{std::max(line.queries.begin, queries.begin),
-                              std::min(line.queries.end, queries.end)};
-        // Both lines rise, so the first and the last query tell all.
-        const TokenRange first = line.keys_of(mine.begin),
-                         last = line.keys_of(mine.end - 1);
+        const Side& line = layers[i][j];
+        if (line.rows().begin >= rows.end) break;
+        const TokenRange mine{std::max(line.rows().begin, rows.begin),
+                              std::min(line.rows().end, rows.end)};
+        // Both bounds rise, so the first and the last row tell all.
+        const TokenRange first = line.columns_of(mine.begin),
+                         last = line.columns_of(mine.end - 1);
         if (part.lines > 0 && (first.begin > part.last_key + shape_.tile_keys ||
                                last.end + shape_.tile_keys < part.first_key)) {
-          finish();  // keys far from those before: nothing between is looked at
+          finish();  // far from those before: nothing between is looked at
         }
         if (part.lines == 0) {
           part.first_line = first_lines[i] + narrow(static_cast<int64_t>(j));
@@ -158,8 +194,28 @@ class Builder {
   }
 
   const WorkShape& shape_;
-  WorkTable& table_;
+  WorkOf<Line>& table_;
 };
+
+template <class Side, class Line>
+WorkOf<Line> table_of(std::span<const KeyLines> lines, const WorkShape& shape) {
+  WorkOf<Line> table;
+  Builder<Side, Line> builder(shape, table);
+  std::size_t at = 0;
+  for (int64_t row = 0; row < shape.rows; ++row) {
+    std::vector<Side> sides;
+    for (; at < lines.size() && lines[at].row == row; ++at) {
+      sides.push_back({lines[at]});
+    }
+    if (sides.empty() && !shape.every_query) continue;
+    std::ranges::stable_sort(
+        sides, {}, [](const Side& side) { return side.rows().begin; });
+    builder.add_row(row, std::span<const Side>(sides));
+  }
+  std::ranges::stable_sort(table.blocks, std::ranges::greater(),
+                           &WorkBlock::tiles);
+  return table;
+}
 
 template <class Record>
 std::size_t bytes_of(const std::vector<Record>& records) {
@@ -168,11 +224,13 @@ std::size_t bytes_of(const std::vector<Record>& records) {
 
 }  // namespace
 
-std::size_t WorkTable::bytes() const {
+template <class Line>
+std::size_t WorkOf<Line>::bytes() const {
   return kHeader + bytes_of(blocks) + bytes_of(parts) + bytes_of(lines);
 }
 
-std::vector<std::byte> WorkTable::image() const {
+template <class Line>
+std::vector<std::byte> WorkOf<Line>::image() const {
   std::vector<std::byte> made(bytes());
   std::size_t at = kHeader;
   const auto append = [&](const auto& records) {
@@ -186,22 +244,16 @@ std::vector<std::byte> WorkTable::image() const {
   return made;
 }
 
+template struct WorkOf<WorkLine>;
+template struct WorkOf<WorkKeyLine>;
+
 WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape) {
-  WorkTable table;
-  Builder builder(shape, table);
-  std::size_t at = 0;
-  for (int64_t row = 0; row < shape.rows; ++row) {
-    std::size_t end = at;
-    while (end < lines.size() && lines[end].row == row) ++end;
-    if (end > at || shape.every_query) {
-      builder.add_row(row, lines.subspan(at, end - at));
-    }
-    at = end;
-  }
-  std::ranges::stable_sort(
-      table.blocks,
-      [](const WorkBlock& a, const WorkBlock& b) { return a.tiles > b.tiles; });
-  return table;
+  return table_of<QuerySide, WorkLine>(lines, shape);
+}
+
+KeyWorkTable key_work_table(std::span<const KeyLines> lines,
+                            const WorkShape& shape) {
+  return table_of<KeySide, WorkKeyLine>(lines, shape);
 }
 
 }  // namespace longspan::hopper

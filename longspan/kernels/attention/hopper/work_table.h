@@ -41,10 +41,11 @@ struct WorkBlock {
 static_assert(sizeof(WorkLine) == 32 && sizeof(WorkPart) == 32 &&
               sizeof(WorkBlock) == 16);
 
-struct WorkTable {
+template <class Line>
+struct WorkOf {
   std::vector<WorkBlock> blocks;  // those with most tiles first
   std::vector<WorkPart> parts;
-  std::vector<WorkLine> lines;
+  std::vector<Line> lines;
 
   /// As it lies on the device: a header of zeros where kernels count, then
   /// blocks, parts and lines.
@@ -52,6 +53,7 @@ struct WorkTable {
   std::size_t bytes() const;
   std::vector<std::byte> image() const;
 };
+using WorkTable = WorkOf<WorkLine>;
 
 struct WorkShape {
   int64_t rows = 0, queries = 0;
@@ -67,5 +69,24 @@ struct WorkShape {
 /// Cost: O(n log n) for n lines and blocks, and O(queries) blocks for lines
 /// that overlap.
 WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape);
+
+/// The other way round: blocks of keys and the queries that see them. In parts
+/// and shapes, read queries for keys and keys for queries.
+
+/// A line as its keys see it: key k of [first_key, last_key) is seen by the
+/// queries from (k < end_min ? first_query : k + after_end) to
+/// (k >= begin_max ? last_query : k + after_begin), both clamped to
+/// [first_query, last_query].
+struct WorkKeyLine {
+  int32_t first_key, last_key;
+  int32_t first_query, last_query;
+  int32_t end_min, after_end, begin_max, after_begin;
+};
+static_assert(sizeof(WorkKeyLine) == 32);
+
+using KeyWorkTable = WorkOf<WorkKeyLine>;
+
+KeyWorkTable key_work_table(std::span<const KeyLines> lines,
+                            const WorkShape& shape);
 
 }  // namespace longspan::hopper

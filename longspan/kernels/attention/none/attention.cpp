@@ -17,4 +17,19 @@ void attention_forward(const DenseForwardArgs& /*args*/,
   never("attention");
 }
 
+std::optional<std::string> why_not_attention_backward(
+    const AttentionArgs& /*args*/) {
+  return no_compiler();
+}
+
+BackwardWork backward_work(const DenseBackwardArgs& /*args*/) {
+  never("attention backward");
+}
+
+void attention_backward(const DenseBackwardArgs& /*args*/,
+                        const BackwardWork& /*work*/, void* /*memory*/,
+                        void* /*stream*/) {
+  never("attention backward");
+}
+
 }  // namespace longspan::hopper

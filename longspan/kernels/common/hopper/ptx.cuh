@@ -108,6 +108,12 @@ __device__ __forceinline__ void store_tiles(uint32_t to,
       : "memory");
 }
 
+/// Two floats to shared memory.
+__device__ __forceinline__ void store_pair(uint32_t to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y)
+               : "memory");
+}
+
 /// Stores without a branch.
 __device__ __forceinline__ void store_if(bool does, float* to, float x) {
   asm volatile(

@@ -32,31 +32,34 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return found;
 }
 
-/// An array of 16-bit elements as the copy engine sees it, in boxes of 64
-/// channels of `box_tokens` tokens of one head, laid out as wgmma.cuh wants
-/// blocks. Channels past `channels` and tokens past `tokens` arrive as zeros.
+/// An array as the copy engine sees it, in boxes of 128 bytes of channels (64,
+/// or 32 for floats) of `box_tokens` tokens of one head, laid out as wgmma.cuh
+/// wants blocks. What lies past `channels` or `tokens` is read as zero and not
+/// written.
 template <class Pointer>
 CUtensorMap tensor_map(const TokenArray<Pointer>& array, ElementType type,
                        int64_t rows, int64_t tokens, int64_t heads,
                        int channels, int box_tokens) {
+  const bool is_float = type == ElementType::float32;
   const auto size = [](int64_t n) { return static_cast<uint64_t>(n); };
   const std::array<uint64_t, 4> sizes{size(channels), size(tokens), size(heads),
                                       size(rows)};
   // An axis of length one may have any stride, which the driver would check.
   const auto bytes = [&](int64_t stride, int64_t count) {
-    return size(count == 1 ? 16 : 2 * stride);
+    return size(count == 1 ? 16 : (is_float ? 4 : 2) * stride);
   };
   const std::array<uint64_t, 3> strides{bytes(array.token_stride, tokens),
                                         bytes(array.head_stride, heads),
                                         bytes(array.row_stride, rows)};
-  const std::array<uint32_t, 4> box{64, static_cast<uint32_t>(box_tokens), 1,
-                                    1};
+  const std::array<uint32_t, 4> box{is_float ? 32u : 64u,
+                                    static_cast<uint32_t>(box_tokens), 1, 1};
   const std::array<uint32_t, 4> steps{1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
       &map,
-      type == ElementType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      is_float                       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+      : type == ElementType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       4, const_cast<void*>(static_cast<const void*>(array.data)), sizes.data(),
       strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

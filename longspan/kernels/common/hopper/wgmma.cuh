@@ -66,6 +66,24 @@ __device__ __forceinline__ void pin(Register (&x)[kCount]) {
 
 // clang-format off
 
+/// 32 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
+template <int kAcrossA, int kAcrossB>
+__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b,
+                                      int add = 1) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, %19, %20; }"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
+}
+
 /// 64 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
 template <int kAcrossA, int kAcrossB>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b,

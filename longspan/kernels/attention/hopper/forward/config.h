@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "longspan/kernels/attention/hopper/work_table.h"
+#include "longspan/kernels/attention/hopper/records.cuh"
 
 namespace longspan::hopper {
 
@@ -47,6 +47,8 @@ struct DenseForwardPlan {
   static constexpr int kQueries = 128;
   static constexpr int kKeys = kHeadDim > 192 ? 64 : 128;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kConsumerRegisters = kValueDim > 128 ? 240 : 232;
+  static constexpr int kProducerRegisters = kValueDim > 128 ? 24 : 40;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
   static constexpr int kValueBlocks = kValueDim / 64;
   static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
@@ -62,13 +64,6 @@ struct DenseForwardPlan {
   static constexpr uint32_t kValue = kKey + kStages * kKeyBytes;
   static constexpr uint32_t kSmall = kValue + kStages * kValueBytes;
 
-  /// One part of a block of queries, on its way from the dealer to the others.
-  struct Record {
-    int tiles;  // of the whole item; -1: there is no more work
-    int row, head, first_query, queries;
-    int first_key, last_key, full_first, full_last;
-    int begin[kQueries], end[kQueries];  // keys of each query
-  };
   static constexpr int kRecords = 4;
 
   struct Small {
@@ -76,7 +71,7 @@ struct DenseForwardPlan {
     uint64_t key_ready[kStages], key_free[kStages];
     uint64_t value_ready[kStages], value_free[kStages];
     uint64_t record_ready[kRecords], record_free[kRecords];
-    Record record[kRecords];
+    WorkRecord record[kRecords];
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448 - 1024);

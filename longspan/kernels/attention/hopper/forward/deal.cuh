@@ -1,22 +1,10 @@
 #pragma once
 
 #include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/records.cuh"
 #include "longspan/kernels/common/hopper/tma.cuh"
 
 namespace longspan::hopper {
-
-/// A place in a ring of `kCount` slots, and how often it was round.
-template <int kCount>
-struct RingPlace {
-  int slot = 0;
-  uint32_t round = 0;
-  __device__ void advance() {
-    if (++slot == kCount) {
-      slot = 0;
-      round ^= 1;
-    }
-  }
-};
 
 // ---- Deal ----------------------------------------------------------------
 
@@ -35,24 +23,10 @@ struct DenseItem {
   }
 };
 
-/// The keys of a query, from the lines of a part; none where no line has it.
-__device__ __forceinline__ int2 keys_of(const WorkLine* lines, int count,
-                                        int query) {
-  for (int i = 0; i < count; ++i) {
-    const WorkLine line = lines[i];
-    if (query >= line.first_query && query < line.last_query) {
-      return make_int2(
-          min(max(query + line.begin_shift, line.begin_min), line.begin_max),
-          min(max(query + line.end_shift, line.end_min), line.end_max));
-    }
-  }
-  return make_int2(0, 0);
-}
-
 /// One warp: takes items until there are no more, and writes their parts down.
-template <class Plan>
-__device__ void deal(const DenseForwardParams& params,
-                     typename Plan::Small& small, int lane) {
+template <class Plan, class Params>
+__device__ void deal(const Params& params, typename Plan::Small& small,
+                     int lane) {
   RingPlace<Plan::kRecords> at;
   const int items = params.block_count * params.heads;
   for (;;) {
@@ -66,24 +40,8 @@ __device__ void deal(const DenseForwardParams& params,
     for (int i = 0; i < block.parts; ++i) {
       const WorkPart part = params.parts[block.first_part + i];
       barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
-      auto& record = small.record[at.slot];
-      if (lane == 0) {
-        record.tiles = block.tiles;
-        record.row = part.row;
-        record.head = what.head;
-        record.first_query = part.first_query;
-        record.queries = part.queries;
-        record.first_key = part.first_key;
-        record.last_key = part.last_key;
-        record.full_first = part.full_first;
-        record.full_last = part.full_last;
-      }
-      for (int q = lane; q < Plan::kQueries; q += 32) {
-        const int2 keys = keys_of(params.lines + part.first_line, part.lines,
-                                  part.first_query + q);
-        record.begin[q] = q < part.queries ? keys.x : 0;
-        record.end[q] = q < part.queries ? keys.y : 0;
-      }
+      write_record(small.record[at.slot], part, params.lines, block.tiles,
+                   what.head, 1, lane);
       barrier_arrive(shared_address(&small.record_ready[at.slot]));
       at.advance();
     }
@@ -122,11 +80,11 @@ __device__ void fetch(const DenseForwardParams& params,
       for (int c = 0; c < Plan::kHeadBlocks; ++c) {
         fetch_box(base + Plan::kQuery + query.slot * Plan::kQueryBytes +
                       c * Plan::kQueryBlock,
-                  &params.q, ready, 64 * c, record.first_query, head, row);
+                  &params.q, ready, 64 * c, record.first_row, head, row);
       }
       query.advance();
     }
-    for (int key = record.first_key; key < record.last_key;
+    for (int key = record.first_column; key < record.last_column;
          key += Plan::kKeys) {
       const auto bring = [&](const CUtensorMap& map, uint64_t& free_at,
                              uint64_t& ready_at, uint32_t to, int blocks) {

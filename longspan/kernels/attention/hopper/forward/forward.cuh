@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/attention/hopper/forward/deal.cuh"
 #include "longspan/kernels/common/hopper/fragment.cuh"
 #include "longspan/kernels/common/hopper/wgmma.cuh"
@@ -11,8 +12,6 @@ namespace longspan::hopper {
 /// Scores may exceed the subtracted maximum by so many powers of two before
 /// sums are rescaled: float and bfloat16 keep their precision there.
 constexpr float kDenseSlack = 8.f;
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // ---- Score ---------------------------------------------------------------
 
 /// score = q k^T of 64 queries and a tile of keys.
@@ -29,67 +28,6 @@ __device__ __forceinline__ void issue_scores(float (&score)[Plan::kKeys / 2],
                   c == 0 && k == 0 ? 0 : 1);
     }
   }
-}
-
-/// What a thread knows of the keys that its two queries see.
-struct SeenKeys {
-  int begin[2], width[2];
-  int full_first, full_last;
-  int next_key, last_key;  // of the part
-};
-
-template <class Record>
-__device__ __forceinline__ SeenKeys seen_keys(const Record& record, int query) {
-  SeenKeys seen;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    seen.begin[i] = record.begin[query + 8 * i];
-    seen.width[i] = record.end[query + 8 * i] - seen.begin[i];
-  }
-  seen.full_first = record.full_first;
-  seen.full_last = record.full_last;
-  seen.next_key = record.first_key;
-  seen.last_key = record.last_key;
-  return seen;
-}
-
-/// Hides what a query does not see, in tiles that some query does not see
-/// whole.
-template <int kCount>
-__device__ __forceinline__ void hide(float (&score)[kCount],
-                                     const SeenKeys& seen, int key, int lane) {
-  constexpr int kKeys = 2 * kCount;
-  if (key >= seen.full_first && key + kKeys <= seen.full_last) return;
-  const int first[2] = {seen.begin[0] - key - 2 * (lane & 3),
-                        seen.begin[1] - key - 2 * (lane & 3)};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int half = i / 2 & 1, column = 8 * (i / 4) + (i & 1);
-    const bool visible = static_cast<unsigned>(column - first[half]) <
-                         static_cast<unsigned>(max(seen.width[half], 0));
-    score[i] = visible ? score[i] : -INFINITY;
-  }
-}
-
-/// Scores become what `unit` turns into powers of two.
-template <int kCount>
-__device__ __forceinline__ float bend(float (&score)[kCount], float scale,
-                                      float softcap) {
-  if (softcap > 0.f) {
-    // tanh x = 1 - 2 / (1 + e^2x), which keeps its precision where tanh.approx
-    // is off by 2^-11.
-    const float twice = 2.f * kLog2e * scale / softcap;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float grown = 1.f + exp2_fast(twice * score[i]);
-      score[i] = 1.f - __fdividef(2.f, grown);
-    }
-    return softcap * kLog2e;
-  }
-  if (scale > 0.f) return scale * kLog2e;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) score[i] *= scale;
-  return kLog2e;
 }
 
 // ---- Softmax -------------------------------------------------------------
@@ -159,32 +97,25 @@ __device__ __forceinline__ void issue_values(
 
 // ---- Store ---------------------------------------------------------------
 
-/// Where the answers of a thread's two queries lie; null: there is none.
-struct AnswerRows {
-  void* out[2];
-  float* lse[2];
-  int head;
+/// Where the answer of one query of a thread lies: strides are multiplied when
+/// it is asked for, so that little is remembered while products run.
+struct AnswerPlace {
+  int row, head, first_query, queries;
 
-  template <class Record>
-  __device__ AnswerRows(const DenseForwardParams& params, const Record& record,
-                        int query)
-      : head(record.head) {
-    const int64_t row = record.row;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool there = query + 8 * i < record.queries;
-      const int64_t at = record.first_query + query + 8 * i;
-      const int64_t place =
-          row * params.out_row + at * params.out_token + head * params.out_head;
-      out[i] = !there ? nullptr
-               : params.out_is_float
-                   ? static_cast<void*>(static_cast<float*>(params.out) + place)
-                   : static_cast<void*>(
-                         static_cast<__nv_bfloat16*>(params.out) + place);
-      lse[i] = !there ? nullptr
-                      : params.lse + row * params.lse_row +
-                            at * params.lse_token + head * params.lse_head;
-    }
+  __device__ explicit AnswerPlace(const WorkRecord& record)
+      : row(record.row),
+        head(record.head),
+        first_query(record.first_row),
+        queries(record.rows) {}
+
+  __device__ bool has(int query) const { return query < queries; }
+  __device__ int64_t out(const DenseForwardParams& params, int query) const {
+    return row * params.out_row + (first_query + query) * params.out_token +
+           head * params.out_head;
+  }
+  __device__ float* lse(const DenseForwardParams& params, int query) const {
+    return params.lse + row * params.lse_row +
+           (first_query + query) * params.lse_token + head * params.lse_head;
   }
 };
 
@@ -192,7 +123,7 @@ struct AnswerRows {
 /// sum of one key whose score was the lse.
 template <int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
-                                           const AnswerRows& rows,
+                                           const AnswerPlace& place, int query,
                                            RunningSoftmax& softmax,
                                            float (&out)[kCount], int lane) {
 #pragma unroll
@@ -206,13 +137,14 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   if (!params.goes_on) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (rows.lse[i] == nullptr) continue;
-    const float before = *rows.lse[i];
+    if (!place.has(query + 8 * i)) continue;
+    const float before = *place.lse(params, query + 8 * i);
     if (before == -INFINITY) continue;
     softmax.high[i] = before * kLog2e;
     // Sums are added up over the four lanes of a query at the end.
     softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
-    const auto* from = static_cast<const float*>(rows.out[i]);
+    const float* from = static_cast<const float*>(params.out) +
+                        place.out(params, query + 8 * i);
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = 8 * j + 2 * (lane & 3);
@@ -226,25 +158,27 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
 }
 
 template <int kCount>
-__device__ __forceinline__ void store_answer(const DenseForwardParams& params,
-                                             const AnswerRows& rows,
-                                             const RunningSoftmax& softmax,
-                                             const float (&out)[kCount],
-                                             int lane) {
+__device__ __forceinline__ void store_answer(
+    const DenseForwardParams& params, const AnswerPlace& place, int query,
+    const RunningSoftmax& softmax, const float (&out)[kCount], int lane) {
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float sum = quad_sum(softmax.sum[i]);
     const bool empty = sum == 0.f;  // NaN where a score is
     float total = sum;
-    if (params.sink != nullptr && rows.lse[i] != nullptr) {
-      total += exp2_fast(params.sink[rows.head] * kLog2e - softmax.high[i]);
+    if (params.sink != nullptr) {
+      total += exp2_fast(params.sink[place.head] * kLog2e - softmax.high[i]);
     }
     scale[i] = empty ? 0.f : 1.f / total;
-    if (rows.lse[i] != nullptr && (lane & 3) == 0) {
-      *rows.lse[i] = empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
+    if (place.has(query + 8 * i) && (lane & 3) == 0) {
+      *place.lse(params, query + 8 * i) =
+          empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
     }
   }
+  const int64_t at[2] = {place.out(params, query),
+                         place.out(params, query + 8)};
+  const bool there[2] = {place.has(query), place.has(query + 8)};
   if (params.out_is_float) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
@@ -252,8 +186,9 @@ __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
       if (column >= params.value_dim) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (rows.out[i] == nullptr) continue;
-        *reinterpret_cast<float2*>(static_cast<float*>(rows.out[i]) + column) =
+        if (!there[i]) continue;
+        *reinterpret_cast<float2*>(static_cast<float*>(params.out) + at[i] +
+                                   column) =
             make_float2(out[4 * j + 2 * i] * scale[i],
                         out[4 * j + 2 * i + 1] * scale[i]);
       }
@@ -272,9 +207,9 @@ __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
       }
       turn_quad(x[i], lane);
       const int column = 8 * (j + (lane & 3));
-      if (rows.out[i] != nullptr && column < params.value_dim) {
+      if (there[i] && column < params.value_dim) {
         __stcs(reinterpret_cast<uint4*>(
-                   static_cast<__nv_bfloat16*>(rows.out[i]) + column),
+                   static_cast<__nv_bfloat16*>(params.out) + at[i] + column),
                make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]));
       }
     }
@@ -307,9 +242,10 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) return;
-    const AnswerRows rows(params, small.record[at.slot], query);
-    SeenKeys seen = seen_keys(small.record[at.slot], query);
-    begin_sums(params, rows, softmax, out, lane);
+    const AnswerPlace place(small.record[at.slot]);
+    int tile = small.record[at.slot].first_column;
+    int last = small.record[at.slot].last_column;
+    begin_sums(params, place, query, softmax, out, lane);
     if (left > 0) {
       const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
       barrier_wait(shared_address(&small.query_ready[query_at.slot]),
@@ -324,17 +260,18 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       arrive(small.key_free[key_at.slot]);
       key_at.advance();
       float unit = bend(score, params.scale, params.softcap);
-      hide(score, seen, seen.next_key, lane);
+      hide(score, small.record[at.slot], tile, query, lane);
       softmax.weigh(score, unit);
       softmax.rescale(out);
       pack_weights<Plan>(weight, score);
       while (--left > 0) {
-        seen.next_key += Plan::kKeys;
-        if (seen.next_key >= seen.last_key) {
+        tile += Plan::kKeys;
+        if (tile >= last) {
           arrive(small.record_free[at.slot]);
           at.advance();
           barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
-          seen = seen_keys(small.record[at.slot], query);
+          tile = small.record[at.slot].first_column;
+          last = small.record[at.slot].last_column;
         }
         barrier_wait(shared_address(&small.key_ready[key_at.slot]),
                      key_at.round);
@@ -355,7 +292,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         arrive(small.key_free[key_at.slot]);
         key_at.advance();
         unit = bend(score, params.scale, params.softcap);
-        hide(score, seen, seen.next_key, lane);
+        hide(score, small.record[at.slot], tile, query, lane);
         softmax.weigh(score, unit);
         wgmma_wait<0>();
         pin(out);
@@ -380,7 +317,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     }
     arrive(small.record_free[at.slot]);
     at.advance();
-    store_answer(params, rows, softmax, out, lane);
+    store_answer(params, place, query, softmax, out, lane);
   }
 }
 
@@ -414,7 +351,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group == 2) {
-    give_registers<40>();
+    give_registers<Plan::kProducerRegisters>();
     const int warp = threadIdx.x % 128 / 32;
     if (warp == 0) {
       deal<Plan>(params, small, threadIdx.x % 32);
@@ -422,7 +359,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       fetch<Plan>(params, small, base);
     }
   } else {
-    take_registers<232>();
+    take_registers<Plan::kConsumerRegisters>();
     // ptxas counts with these registers only behind a branch.
     if (params.block_count > 0) attend<Plan>(params, small, group);
   }

@@ -2,31 +2,9 @@
 
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "longspan/kernels/attention/hopper/forward/config.h"
-#include "longspan/kernels/attention/hopper/upload.cuh"
-#include "longspan/kernels/common/hopper/checks.h"
-#include "longspan/kernels/common/hopper/tensor_map.h"
+#include "longspan/kernels/attention/hopper/launch.cuh"
 
 namespace longspan::hopper {
-
-namespace {
-
-/// As the copy engine wants it: no stride of zero, each below 2^40 bytes.
-template <class Pointer>
-bool has_real_strides(const TokenArray<Pointer>& array, int64_t rows,
-                      int64_t tokens, int64_t heads) {
-  const auto fine = [](int64_t stride, int64_t count) {
-    constexpr int64_t kMost = int64_t{1} << 38;
-    return count <= 1 || (stride > 0 && stride < kMost);
-  };
-  return fine(array.row_stride, rows) && fine(array.token_stride, tokens) &&
-         fine(array.head_stride, heads);
-}
-
-int64_t key_heads(const AttentionArgs& args) {
-  return (args.heads + args.head_offset - 1) / args.heads_per_key_head + 1;
-}
-
-}  // namespace
 
 std::optional<std::string> why_not_attention(const AttentionArgs& args) {
   if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
@@ -76,15 +54,7 @@ void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
   auto* on = static_cast<cudaStream_t>(stream);
   check_launch("attention", upload(table.image(), memory, on));
   DenseForwardParams params{};
-  auto* at = static_cast<std::byte*>(memory);
-  params.next_item = reinterpret_cast<int*>(at);
-  at += WorkTable::kHeader;
-  params.blocks = reinterpret_cast<const WorkBlock*>(at);
-  at += table.blocks.size() * sizeof(WorkBlock);
-  params.parts = reinterpret_cast<const WorkPart*>(at);
-  at += table.parts.size() * sizeof(WorkPart);
-  params.lines = reinterpret_cast<const WorkLine*>(at);
-  params.block_count = static_cast<int>(table.blocks.size());
+  tell_work(params, table, memory);
   params.heads = static_cast<int>(args.heads);
   params.section_heads =
       static_cast<int>(std::min(args.heads, args.heads_per_key_head));

@@ -1,0 +1,174 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "longspan/kernels/attention/hopper/records.cuh"
+
+namespace longspan::hopper {
+
+/// Where gradients of keys or values go. Strides count elements.
+struct GradientPlace {
+  void* data;  // bfloat16, or float where is_float
+  int64_t row, token, head;
+  int channels;
+  bool is_float;
+  bool adds;  // to the floats that are there
+};
+
+/// A number for each query and head.
+struct QueryNumbers {
+  const float* data;
+  int64_t row, token, head;
+};
+
+/// What the kernel that makes dk and dv is told. Strides count elements.
+struct DenseKeysParams {
+  CUtensorMap q, dout, k, v;
+  CUtensorMap dq;  // floats, added to in any order; where it makes dq too
+  int* next_item;  // counted up by the blocks, from 0
+  const WorkBlock* blocks;
+  const WorkPart* parts;
+  const WorkKeyLine* lines;
+  int block_count, queries, heads, key_heads;
+  int heads_per_key_head, head_offset;
+  float scale;    // of a product, natural
+  float softcap;  // 0: none
+  QueryNumbers lse, delta;
+  GradientPlace dk, dv;
+};
+
+/// Tiles and shared memory of the kernel that makes dk and dv.
+///
+/// A block of threads takes 128 keys of a key head, 64 for each of two
+/// warpgroups, which hold the sums of dk and dv in registers; it walks over the
+/// queries in tiles of 64, the last ones first, and for each tile over all
+/// heads that use these keys: nothing is added up in memory. Scores are kept
+/// transposed, a row for each key, so that weights and their derivatives are
+/// operands in registers.
+///
+/// kWithQueries: it also makes dq. The derivatives of scores pass through
+/// shared memory, each warpgroup makes half of the channels, and the copy
+/// engine adds them to device memory, in another order in every run. Heads then
+/// come one after another: many blocks that add to the same queries at once
+/// would wait for one another. Without, a kernel of its own makes dq and scores
+/// once more: seven products in place of five, and the same bits every time.
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_, bool kWithQueries_>
+struct DenseKeysPlan {
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr bool kSoftcap = kSoftcap_, kWithQueries = kWithQueries_;
+  static constexpr int kKeys = 128, kQueries = 64;
+  static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
+  static constexpr int kValueBlocks = kValueDim / 64;
+  static constexpr uint32_t kKeyBlock = kKeys * 128;  // bytes
+  static constexpr uint32_t kQueryBlock = kQueries * 128;
+  static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
+  static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
+  static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
+  static constexpr uint32_t kDoutBytes = kValueBlocks * kQueryBlock;
+  static constexpr int kStages = 2;
+  static constexpr uint32_t kKey = 0;
+  static constexpr uint32_t kValue = kKey + kKeyBytes;
+  static constexpr uint32_t kQuery = kValue + kValueBytes;
+  static constexpr uint32_t kDout = kQuery + kStages * kQueryBytes;
+  // Derivatives of scores, of two tiles; dq of a warp, in boxes of 16 queries x
+  // 32 channels.
+  static constexpr uint32_t kSlopeBytes = 64 * 128;  // of a warpgroup
+  static constexpr uint32_t kSlopes = kDout + kStages * kDoutBytes;
+  static constexpr int kBoxQueries = 16, kBoxes = kHeadDim / 2 / 32;
+  static constexpr uint32_t kBoxBytes = kBoxQueries * 128;
+  static constexpr uint32_t kSums = kSlopes + 2 * 2 * kSlopeBytes;
+  static constexpr uint32_t kSmall =
+      kWithQueries ? kSums + kConsumerWarps * kBoxes * kBoxBytes : kSlopes;
+  static constexpr int kRecords = 4;
+
+  struct Small {
+    uint64_t keys_ready, keys_free;  // and values
+    uint64_t query_ready[kStages], query_free[kStages];
+    uint64_t dout_ready[kStages], dout_free[kStages];
+    uint64_t record_ready[kRecords], record_free[kRecords];
+    // Of the queries of a tile: lse in powers of two, infinite for those that
+    // are not there or saw nothing; and delta.
+    float lse[kStages][kQueries], delta[kStages][kQueries];
+    WorkRecord record[kRecords];
+  };
+  static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
+  static_assert(kSharedBytes <= 232448 - 1024);
+};
+
+template <class Plan>
+cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
+                              cudaStream_t stream);
+
+/// What the kernel that makes dq is told.
+struct DenseQueriesParams {
+  CUtensorMap q, dout, k, v;
+  int* next_item;  // counted up by the blocks, from 0
+  const WorkBlock* blocks;
+  const WorkPart* parts;
+  const WorkLine* lines;
+  int block_count, heads, section_heads;
+  int heads_per_key_head, head_offset;
+  float scale;    // of a product, natural
+  float softcap;  // 0: none
+  QueryNumbers lse, delta;
+  GradientPlace dq;
+};
+
+/// Tiles and shared memory of that kernel: like those of the forward kernel,
+/// with dout beside the queries.
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_>
+struct DenseQueriesPlan {
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr bool kSoftcap = kSoftcap_;
+  static constexpr int kQueries = 128, kKeys = 64;
+  static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
+  static constexpr int kValueBlocks = kValueDim / 64;
+  static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
+  static constexpr uint32_t kKeyBlock = kKeys * 128;
+  static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
+  static constexpr uint32_t kDoutBytes = kValueBlocks * kQueryBlock;
+  static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
+  static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
+  static constexpr int kStages = 2;
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kDout = kQuery + kQueryBytes;
+  static constexpr uint32_t kKey = kDout + kDoutBytes;
+  static constexpr uint32_t kValue = kKey + kStages * kKeyBytes;
+  static constexpr uint32_t kSmall = kValue + kStages * kValueBytes;
+  static constexpr int kRecords = 4;
+
+  struct Small {
+    uint64_t query_ready, query_free;  // and dout
+    uint64_t key_ready[kStages], key_free[kStages];
+    uint64_t value_ready[kStages], value_free[kStages];
+    uint64_t record_ready[kRecords], record_free[kRecords];
+    WorkRecord record[kRecords];
+  };
+  static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
+  static_assert(kSharedBytes <= 232448 - 1024);
+};
+
+template <class Plan>
+cudaError_t launch_dense_queries(const DenseQueriesParams& params,
+                                 int processors, cudaStream_t stream);
+
+/// Calls body<kDim, kSoftcap>() with the channels of the plan that takes so
+/// many.
+template <class Body>
+auto with_backward_dims(int head_dim, int value_dim, bool softcap,
+                        const Body& body) {
+  if (head_dim <= 64 && value_dim <= 64) {
+    return softcap ? body.template operator()<64, true>()
+                   : body.template operator()<64, false>();
+  }
+  return softcap ? body.template operator()<128, true>()
+                 : body.template operator()<128, false>();
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,166 @@
+#pragma once
+
+#include "longspan/kernels/attention/hopper/backward/config.h"
+#include "longspan/kernels/attention/hopper/bend.cuh"
+#include "longspan/kernels/common/hopper/tma.cuh"
+
+namespace longspan::hopper {
+
+/// The heads that use a key head.
+struct SharingHeads {
+  int first, last;
+  __device__ SharingHeads(const DenseKeysParams& params, int key_head) {
+    first = max(key_head * params.heads_per_key_head - params.head_offset, 0);
+    last = min((key_head + 1) * params.heads_per_key_head - params.head_offset,
+               params.heads);
+  }
+};
+
+/// One warp: takes items until there are no more, and writes their parts down.
+template <class Plan>
+__device__ void deal_keys(const DenseKeysParams& params,
+                          typename Plan::Small& small, int lane) {
+  RingPlace<Plan::kRecords> at;
+  const int items = params.block_count * params.key_heads;
+  for (;;) {
+    int item = 0;
+    if (lane == 0) item = atomicAdd(params.next_item, 1);
+    item = __shfl_sync(~0u, item, 0);
+    if (item >= items) break;
+    const WorkBlock block = params.blocks[item % params.block_count];
+    const SharingHeads heads(params, item / params.block_count);
+    const int count = heads.last - heads.first;
+    const int together = Plan::kWithQueries && block.tiles > 0 ? 1 : count;
+    for (int head = heads.first; head < heads.last; head += together) {
+      for (int i = 0; i < block.parts; ++i) {
+        const WorkPart part = params.parts[block.first_part + i];
+        barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
+        write_record(small.record[at.slot], part, params.lines,
+                     block.tiles * count, head, together, lane);
+        barrier_arrive(shared_address(&small.record_ready[at.slot]));
+        at.advance();
+      }
+    }
+  }
+  barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
+  if (lane == 0) small.record[at.slot].tiles = -1;
+  barrier_arrive(shared_address(&small.record_ready[at.slot]));
+}
+
+/// One thread: asks for keys, queries and what came back to them.
+template <class Plan>
+__device__ void fetch_queries(const DenseKeysParams& params,
+                              typename Plan::Small& small, uint32_t base) {
+  RingPlace<Plan::kRecords> at;
+  RingPlace<Plan::kStages> stage;
+  uint32_t keys_round = 0;
+  prefetch_map(&params.q);
+  prefetch_map(&params.dout);
+  prefetch_map(&params.k);
+  prefetch_map(&params.v);
+  int left = 0;  // tiles of this item
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    const WorkRecord& record = small.record[at.slot];
+    if (record.tiles < 0) return;
+    const int row = record.row, head = record.head;
+    if (left == 0 && record.tiles > 0) {
+      left = record.tiles;
+      const int key_head =
+          (head + params.head_offset) / params.heads_per_key_head;
+      const uint32_t ready = shared_address(&small.keys_ready);
+      barrier_wait(shared_address(&small.keys_free), keys_round ^ 1);
+      keys_round ^= 1;
+      barrier_expect(ready, Plan::kKeyBytes + Plan::kValueBytes);
+      for (int c = 0; c < Plan::kHeadBlocks; ++c) {
+        fetch_box(base + Plan::kKey + c * Plan::kKeyBlock, &params.k, ready,
+                  64 * c, record.first_row, key_head, row);
+      }
+      for (int c = 0; c < Plan::kValueBlocks; ++c) {
+        fetch_box(base + Plan::kValue + c * Plan::kKeyBlock, &params.v, ready,
+                  64 * c, record.first_row, key_head, row);
+      }
+    }
+    const int first = record.first_column;
+    int each = 0;
+    for (int query = last_tile(record, Plan::kQueries); query >= first;) {
+      const auto bring = [&](const CUtensorMap& map, uint64_t& free_at,
+                             uint64_t& ready_at, uint32_t to, int blocks) {
+        const uint32_t ready = shared_address(&ready_at);
+        barrier_wait(shared_address(&free_at), stage.round ^ 1);
+        barrier_expect(ready, blocks * Plan::kQueryBlock);
+        for (int c = 0; c < blocks; ++c) {
+          fetch_box(base + to + c * Plan::kQueryBlock, &map, ready, 64 * c,
+                    query, head + each, row);
+        }
+      };
+      bring(params.q, small.query_free[stage.slot],
+            small.query_ready[stage.slot],
+            Plan::kQuery + stage.slot * Plan::kQueryBytes, Plan::kHeadBlocks);
+      bring(params.dout, small.dout_free[stage.slot],
+            small.dout_ready[stage.slot],
+            Plan::kDout + stage.slot * Plan::kDoutBytes, Plan::kValueBlocks);
+      stage.advance();
+      --left;
+      if (++each == record.heads) {
+        each = 0;
+        query -= Plan::kQueries;
+      }
+    }
+    barrier_arrive(shared_address(&small.record_free[at.slot]));
+    at.advance();
+  }
+}
+
+/// One warp: brings the two numbers of each query of a tile.
+template <class Plan>
+__device__ void fetch_numbers(const DenseKeysParams& params,
+                              typename Plan::Small& small, int lane) {
+  RingPlace<Plan::kRecords> at;
+  RingPlace<Plan::kStages> stage;
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    const WorkRecord& record = small.record[at.slot];
+    if (record.tiles < 0) return;
+    const int64_t row = record.row, head = record.head;
+    const float* lse =
+        params.lse.data + row * params.lse.row + head * params.lse.head;
+    const float* delta =
+        params.delta.data + row * params.delta.row + head * params.delta.head;
+    const int end = record.first_column;
+    int each = 0;
+    for (int first = last_tile(record, Plan::kQueries); first >= end;) {
+      float found[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t query = first + lane + 32 * i;
+        const bool there = query < params.queries;
+        const float sum =
+            there ? lse[query * params.lse.token + each * params.lse.head]
+                  : -INFINITY;
+        // Weights of a query that saw nothing, or only infinities, are 0.
+        found[i][0] = isinf(sum) ? INFINITY : sum * kLog2e;
+        found[i][1] =
+            there ? delta[query * params.delta.token + each * params.delta.head]
+                  : 0.f;
+      }
+      barrier_wait(shared_address(&small.query_free[stage.slot]),
+                   stage.round ^ 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        small.lse[stage.slot][lane + 32 * i] = found[i][0];
+        small.delta[stage.slot][lane + 32 * i] = found[i][1];
+      }
+      barrier_arrive(shared_address(&small.query_ready[stage.slot]));
+      stage.advance();
+      if (++each == record.heads) {
+        each = 0;
+        first -= Plan::kQueries;
+      }
+    }
+    if (lane == 0) barrier_arrive(shared_address(&small.record_free[at.slot]));
+    at.advance();
+  }
+}
+
+}  // namespace longspan::hopper

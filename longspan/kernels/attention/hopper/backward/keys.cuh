@@ -1,0 +1,357 @@
+#pragma once
+
+#include <algorithm>
+
+#include "longspan/kernels/attention/hopper/backward/deal.cuh"
+#include "longspan/kernels/attention/hopper/backward/store.cuh"
+#include "longspan/kernels/common/hopper/wgmma.cuh"
+
+namespace longspan::hopper {
+
+// ---- Products ------------------------------------------------------------
+
+/// 64 keys (a) against 64 queries (b), over all channels.
+template <int kBlocks, uint32_t kBlockA, uint32_t kBlockB>
+__device__ __forceinline__ void issue_pairs(float (&pairs)[32], uint32_t a_at,
+                                            uint32_t b_at) {
+  const uint64_t a = along_channels(a_at), b = along_channels(b_at);
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<0, 0>(pairs, a + ((c * kBlockA + k * 32) >> 4),
+                  b + ((c * kBlockB + k * 32) >> 4), c == 0 && k == 0 ? 0 : 1);
+    }
+  }
+}
+
+/// sums += pairs x, over 64 queries; a row for each key.
+template <int kCount, uint32_t kBlock>
+__device__ __forceinline__ void issue_sums(float (&sums)[kCount],
+                                           const uint32_t (&pairs)[4][4],
+                                           uint32_t at) {
+  const uint64_t b = across_channels(at, kBlock);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma<1>(sums, pairs[k], b + (k * 2048 >> 4));
+}
+
+/// Half of the channels of dq: 64 queries, over all 128 keys.
+template <class Plan>
+__device__ __forceinline__ void issue_query_sums(
+    float (&dq)[Plan::kHeadDim / 4], uint32_t slopes, uint32_t key) {
+  const uint64_t a = across_channels(slopes, Plan::kSlopeBytes);
+  const uint64_t b = across_channels(key, Plan::kKeyBlock);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    wgmma<1, 1>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4), k == 0 ? 0 : 1);
+  }
+}
+
+/// A warp's 16 rows of sums, as boxes in shared memory. Lanes of odd rows store
+/// the right half of a box first: so no two rows of a store share banks.
+template <int kCount>
+__device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
+                                            float scale, uint32_t at,
+                                            int lane) {
+  const int row = lane / 4;
+  const bool odd = row & 1;
+  const uint32_t place =
+      at + piece_place(row, (lane >> 1 & 1) ^ (odd ? 4 : 0)) + 8 * (lane & 1);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int other = j ^ 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t to = (place ^ static_cast<uint32_t>((j & 3) << 5)) +
+                          static_cast<uint32_t>((j / 4) * 2048 + i * 1024);
+      const float x = odd ? sums[4 * other + 2 * i] : sums[4 * j + 2 * i];
+      const float y =
+          odd ? sums[4 * other + 2 * i + 1] : sums[4 * j + 2 * i + 1];
+      store_pair(to, x * scale, y * scale);
+    }
+  }
+}
+
+/// Barriers by number: both warpgroups have written their slopes.
+enum DenseKeysMeeting { kSlopesWritten = 1 };
+
+// ---- A warpgroup of arithmetic -------------------------------------------
+
+template <class Plan>
+__device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
+                                            typename Plan::Small& small,
+                                            int group) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int key = 64 * group + 16 * warp + lane / 4;
+  const auto arrive = [&](uint64_t& barrier) {
+    if (lane == 0) barrier_arrive(shared_address(&barrier));
+  };
+  const uint32_t my_key = kSharedBase + Plan::kKey + group * 64 * 128;
+  const uint32_t my_value = kSharedBase + Plan::kValue + group * 64 * 128;
+  const int box = 4 * group + warp;
+  const uint32_t my_sums =
+      kSharedBase + Plan::kSums + box * Plan::kBoxes * Plan::kBoxBytes;
+  // Half of the channels are whole blocks, or half of the only one.
+  const uint32_t my_channels =
+      kSharedBase + Plan::kKey +
+      group * (Plan::kHeadBlocks > 1 ? Plan::kHeadBlocks / 2 * Plan::kKeyBlock
+                                     : 64);
+  RingPlace<Plan::kRecords> at;
+  RingPlace<Plan::kStages> stage;
+  uint32_t keys_round = 0, turn = 0;
+  float dk[Plan::kHeadDim / 2], dv[Plan::kValueDim / 2];
+  float pair[32], slope[32];
+  uint32_t weight[4][4];
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    int left = small.record[at.slot].tiles;
+    if (left < 0) break;
+    int tile = last_tile(small.record[at.slot], Plan::kQueries), head = 0;
+#pragma unroll
+    for (int i = 0; i < Plan::kHeadDim / 2; ++i) dk[i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < Plan::kValueDim / 2; ++i) dv[i] = 0.f;
+    const auto issue_scores = [&] {
+      issue_pairs<Plan::kHeadBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
+          pair, my_key,
+          kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes);
+      wgmma_commit();
+    };
+    if (left > 0) {
+      barrier_wait(shared_address(&small.keys_ready), keys_round);
+      keys_round ^= 1;
+      if constexpr (!Plan::kWithQueries) {
+        barrier_wait(shared_address(&small.query_ready[stage.slot]),
+                     stage.round);
+        wgmma_fence();
+        issue_scores();
+      }
+    }
+    // Where there are registers, the scores of a tile are under way before it
+    // begins.
+    for (; left > 0; --left) {
+      if (tile < small.record[at.slot].first_column) {
+        arrive(small.record_free[at.slot]);
+        at.advance();
+        barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+        tile = last_tile(small.record[at.slot], Plan::kQueries);
+      }
+      const uint32_t query =
+          kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes;
+      const uint32_t dout =
+          kSharedBase + Plan::kDout + stage.slot * Plan::kDoutBytes;
+      if constexpr (Plan::kWithQueries) {
+        barrier_wait(shared_address(&small.query_ready[stage.slot]),
+                     stage.round);
+      }
+      barrier_wait(shared_address(&small.dout_ready[stage.slot]), stage.round);
+      wgmma_fence();
+      if constexpr (Plan::kWithQueries) issue_scores();
+      issue_pairs<Plan::kValueBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
+          slope, my_value, dout);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(pair);
+      // Weights, as the forward kernel found them.
+      const float unit =
+          bend(pair, params.scale, Plan::kSoftcap ? params.softcap : 0.f);
+      hide(pair, small.record[at.slot], tile, key, lane);
+      const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
+      const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
+      if constexpr (!Plan::kSoftcap) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 sum = *reinterpret_cast<const float2*>(lse + 8 * j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& x = pair[4 * j + i];
+            x = exp2_fast(fmaf(x, unit, -(i & 1 ? sum.y : sum.x)));
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) pack_operand(weight[k], pair, k);
+        wgmma_fence();
+        issue_sums<Plan::kValueDim / 2, Plan::kQueryBlock>(dv, weight, dout);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(slope);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 mean = *reinterpret_cast<const float2*>(delta + 8 * j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& x = slope[4 * j + i];
+            x = pair[4 * j + i] * (x - (i & 1 ? mean.y : mean.x));
+          }
+        }
+      } else {
+        // Scores are still needed for the bend, so weights are made twice.
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          float made[8];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const float sum = lse[8 * (j + i / 4) + (i & 1)];
+            made[i] = exp2_fast(fmaf(pair[4 * j + i], unit, -sum));
+          }
+          pack_operand(weight[j / 2], made, 0);
+        }
+        wgmma_fence();
+        issue_sums<Plan::kValueDim / 2, Plan::kQueryBlock>(dv, weight, dout);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(slope);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 sum = *reinterpret_cast<const float2*>(lse + 8 * j);
+          const float2 mean = *reinterpret_cast<const float2*>(delta + 8 * j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float score = pair[4 * j + i];
+            float& x = slope[4 * j + i];
+            const float p =
+                exp2_fast(fmaf(score, unit, -(i & 1 ? sum.y : sum.x)));
+            // A hidden score is infinite, and its bend too.
+            const float bent = fmaxf(fmaf(-score, score, 1.f), 0.f);
+            x = p * bent * (x - (i & 1 ? mean.y : mean.x));
+          }
+        }
+      }
+      uint32_t operand[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) pack_operand(operand[k], slope, k);
+      if constexpr (Plan::kWithQueries) {
+        float dq[Plan::kHeadDim / 4];
+        const uint32_t slopes =
+            kSharedBase + Plan::kSlopes + (turn & 1) * 2 * Plan::kSlopeBytes;
+        ++turn;
+        store_operand(slopes + group * Plan::kSlopeBytes, operand, warp, lane);
+        fence_for_wgmma();
+        meet(kSlopesWritten, 256);
+        wgmma_fence();
+        issue_query_sums<Plan>(dq, slopes, my_channels);
+        wgmma_commit();
+        issue_sums<Plan::kHeadDim / 2, Plan::kQueryBlock>(dk, operand, query);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(dv);
+        pin(dq);
+        arrive(small.dout_free[stage.slot]);
+        if (lane == 0) boxes_wait_read();
+        __syncwarp();
+        write_boxes(dq, params.scale, my_sums, lane);
+        fence_for_wgmma();
+        __syncwarp();
+        if (lane == 0) {
+          // Queries past the part get zeros from these keys.
+          const WorkRecord& record = small.record[at.slot];
+#pragma unroll
+          for (int c = 0; c < Plan::kBoxes; ++c) {
+            add_box(&params.dq, my_sums + c * Plan::kBoxBytes,
+                    32 * (Plan::kBoxes * group + c), tile + 16 * warp,
+                    record.head + head, record.row);
+          }
+          boxes_commit();
+        }
+        wgmma_wait<0>();
+        pin(dk);
+        arrive(small.query_free[stage.slot]);
+        stage.advance();
+      } else {
+        const int slot = stage.slot;
+        stage.advance();
+        if (left > 1) {
+          barrier_wait(shared_address(&small.query_ready[stage.slot]),
+                       stage.round);
+        }
+        wgmma_fence();
+        issue_sums<Plan::kHeadDim / 2, Plan::kQueryBlock>(dk, operand, query);
+        wgmma_commit();
+        // After the last tile these are of whatever lies there, and not looked
+        // at: a branch here would have the products wait for one another.
+        issue_scores();
+        wgmma_wait<1>();
+        pin(dv);
+        pin(dk);
+        arrive(small.dout_free[slot]);
+        arrive(small.query_free[slot]);
+      }
+      if (++head == small.record[at.slot].heads) {
+        head = 0;
+        tile -= Plan::kQueries;
+      }
+    }
+    wgmma_wait<0>();
+    pin(pair);
+    const WorkRecord& record = small.record[at.slot];
+    if (record.tiles > 0) arrive(small.keys_free);
+    const int key_head =
+        (record.head + params.head_offset) / params.heads_per_key_head;
+    store_sums(dk, params.scale, params.dk, record, key_head, key, lane);
+    store_sums(dv, 1.f, params.dv, record, key_head, key, lane);
+    arrive(small.record_free[at.slot]);
+    at.advance();
+  }
+  if (Plan::kWithQueries && lane == 0) boxes_wait();
+}
+
+template <class Plan>
+__global__ void __launch_bounds__(Plan::kThreads, 1)
+    dense_keys_kernel(const __grid_constant__ DenseKeysParams params) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
+  const uint32_t base = shared_address(memory);
+  check_shared_base(base);
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      barrier_init(shared_address(&barrier), arrivals);
+    };
+    init(small.keys_ready, 1);
+    init(small.keys_free, Plan::kConsumerWarps);
+    for (int i = 0; i < Plan::kStages; ++i) {
+      init(small.query_ready[i], 1 + 32);
+      init(small.query_free[i], Plan::kConsumerWarps);
+      init(small.dout_ready[i], 1);
+      init(small.dout_free[i], Plan::kConsumerWarps);
+    }
+    for (int i = 0; i < Plan::kRecords; ++i) {
+      init(small.record_ready[i], 32);
+      init(small.record_free[i], Plan::kConsumerWarps + 2);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int group = threadIdx.x / 128;
+  if (group == 2) {
+    give_registers<24>();
+    const int warp = threadIdx.x % 128 / 32;
+    if (warp == 0) {
+      deal_keys<Plan>(params, small, threadIdx.x % 32);
+    } else if (warp == 1) {
+      fetch_numbers<Plan>(params, small, threadIdx.x % 32);
+    } else if (warp == 2 && threadIdx.x % 32 == 0) {
+      fetch_queries<Plan>(params, small, base);
+    }
+  } else {
+    take_registers<240>();
+    // ptxas counts with these registers only behind a branch.
+    if (params.block_count > 0) derive_keys<Plan>(params, small, group);
+  }
+}
+
+template <class Plan>
+cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
+                              cudaStream_t stream) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      dense_keys_kernel<Plan>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      Plan::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t items = int64_t{params.block_count} * params.key_heads;
+  const auto blocks =
+      static_cast<unsigned>(std::min<int64_t>(items, processors));
+  dense_keys_kernel<Plan>
+      <<<blocks, Plan::kThreads, Plan::kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace longspan::hopper

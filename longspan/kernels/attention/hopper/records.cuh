@@ -1,0 +1,120 @@
+#pragma once
+
+#include "longspan/kernels/attention/hopper/work_table.h"
+#include "longspan/kernels/common/hopper/ptx.cuh"
+
+namespace longspan::hopper {
+
+/// A place in a ring of `kCount` slots, and how often it was round.
+template <int kCount>
+struct RingPlace {
+  int slot = 0;
+  uint32_t round = 0;
+  __device__ void advance() {
+    if (++slot == kCount) {
+      slot = 0;
+      round ^= 1;
+    }
+  }
+};
+
+/// A block of up to 128 queries and one run of its keys, on its way from the
+/// warp that deals to the others; in the backward kernel, of keys and queries.
+struct WorkRecord {
+  static constexpr int kRows = 128;
+  int tiles;  // of the whole item; -1: there is no more work
+  int row, first_row, rows;
+  int head, heads;  // the first, and how many
+  int first_column, last_column, full_first, full_last;
+  int begin[kRows], end[kRows];  // columns that each row sees
+};
+
+/// The keys of a query, or the queries of a key.
+__device__ __forceinline__ int2 columns_of(const WorkLine& line, int query) {
+  return make_int2(
+      min(max(query + line.begin_shift, line.begin_min), line.begin_max),
+      min(max(query + line.end_shift, line.end_min), line.end_max));
+}
+__device__ __forceinline__ int2 columns_of(const WorkKeyLine& line, int key) {
+  const int first = line.first_query, last = line.last_query;
+  return make_int2(
+      key < line.end_min ? first : min(max(key + line.after_end, first), last),
+      key >= line.begin_max ? last
+                            : min(max(key + line.after_begin, first), last));
+}
+__device__ __forceinline__ bool has_row(const WorkLine& line, int query) {
+  return query >= line.first_query && query < line.last_query;
+}
+__device__ __forceinline__ bool has_row(const WorkKeyLine& line, int key) {
+  return key >= line.first_key && key < line.last_key;
+}
+
+/// One warp writes a part down.
+template <class Line>
+__device__ __forceinline__ void write_record(WorkRecord& record,
+                                             const WorkPart& part,
+                                             const Line* lines, int tiles,
+                                             int head, int heads, int lane) {
+  if (lane == 0) {
+    record.tiles = tiles;
+    record.row = part.row;
+    record.head = head;
+    record.heads = heads;
+    record.first_row = part.first_query;
+    record.rows = part.queries;
+    record.first_column = part.first_key;
+    record.last_column = part.last_key;
+    record.full_first = part.full_first;
+    record.full_last = part.full_last;
+  }
+  for (int i = lane; i < WorkRecord::kRows; i += 32) {
+    const int at = part.first_query + i;
+    int2 seen = make_int2(0, 0);
+    for (int n = 0; n < part.lines && i < part.queries; ++n) {
+      const Line line = lines[part.first_line + n];
+      if (has_row(line, at)) {
+        seen = columns_of(line, at);
+        break;
+      }
+    }
+    record.begin[i] = seen.x;
+    record.end[i] = seen.y;
+  }
+}
+
+/// Where the last tile of a part begins, before its first column if there is
+/// none; tiles are counted from that column on.
+__device__ __forceinline__ int last_tile(const WorkRecord& record,
+                                         int columns) {
+  const int first = record.first_column;
+  const int tiles = (record.last_column - first + columns - 1) / columns;
+  return first + (tiles - 1) * columns;
+}
+
+/// Hides what a thread's two rows do not see of a tile of columns, unless every
+/// row sees all of it.
+template <int kCount>
+__device__ __forceinline__ void hide(float (&score)[kCount],
+                                     const WorkRecord& record, int tile,
+                                     int row, int lane) {
+  if (tile >= record.full_first && tile + 2 * kCount <= record.full_last) {
+    return;
+  }
+  int first[2];
+  unsigned width[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int begin = record.begin[row + 8 * i];
+    first[i] = begin - tile - 2 * (lane & 3);
+    width[i] = static_cast<unsigned>(max(record.end[row + 8 * i] - begin, 0));
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int half = i / 2 & 1, column = 8 * (i / 4) + (i & 1);
+    const bool visible =
+        static_cast<unsigned>(column - first[half]) < width[half];
+    score[i] = visible ? score[i] : -INFINITY;
+  }
+}
+
+}  // namespace longspan::hopper
