@@ -24,15 +24,17 @@ using test::SharedMaskCase;
 
 // ---- What a kernel makes of a table.
 
-std::span<const WorkPart> parts_of(const WorkTable& table,
+template <class Line>
+std::span<const WorkPart> parts_of(const WorkOf<Line>& table,
                                    const WorkBlock& block) {
   return std::span(table.parts)
       .subspan(static_cast<std::size_t>(block.first_part),
                static_cast<std::size_t>(block.parts));
 }
 
-std::span<const WorkLine> lines_of(const WorkTable& table,
-                                   const WorkPart& part) {
+template <class Line>
+std::span<const Line> lines_of(const WorkOf<Line>& table,
+                               const WorkPart& part) {
   return std::span(table.lines)
       .subspan(static_cast<std::size_t>(part.first_line),
                static_cast<std::size_t>(part.lines));
@@ -42,6 +44,23 @@ TokenRange queries_of(const WorkPart& part) {
   return {part.first_query, part.first_query + part.queries};
 }
 
+/// The queries that a line has; from here on read keys for queries and queries
+/// for keys where the table is one of keys.
+TokenRange queries_of(const WorkLine& line) {
+  return {line.first_query, line.last_query};
+}
+TokenRange queries_of(const WorkKeyLine& line) {
+  return {line.first_key, line.last_key};
+}
+
+TokenRange keys_of(const WorkKeyLine& line, int64_t key) {
+  const int64_t first = line.first_query, last = line.last_query;
+  return {key < line.end_min ? first
+                             : std::clamp(key + line.after_end, first, last),
+          key >= line.begin_max
+              ? last
+              : std::clamp(key + line.after_begin, first, last)};
+}
 TokenRange keys_of(const WorkLine& line, int64_t query) {
   const auto place = [&](int64_t shift, int64_t least, int64_t most) {
     return std::clamp(query + shift, least, most);
@@ -65,19 +84,28 @@ struct Counts {
         times(static_cast<std::size_t>(rows * of_queries * of_keys)) {}
 
   void add(int64_t row, int64_t query, int64_t key) {
-    if (key < 0 || key >= keys) throw std::out_of_range(join("key ", key));
+    if (key < 0 || key >= keys || query < 0 || query >= queries) {
+      throw std::out_of_range(join("query ", query, ", key ", key));
+    }
     ++at(times, (row * queries + query) * keys + key);
+  }
+  void add(const WorkLine&, int64_t row, int64_t query, int64_t key) {
+    add(row, query, key);
+  }
+  void add(const WorkKeyLine&, int64_t row, int64_t key, int64_t query) {
+    add(row, query, key);
   }
 };
 
 /// A tile that lies in the full range is computed whole, of others what the
 /// lines show. The first line that has a query speaks for it.
-void compute(const WorkTable& table, const WorkPart& part, int tile_keys,
+template <class Line>
+void compute(const WorkOf<Line>& table, const WorkPart& part, int tile_keys,
              Counts& counts) {
   for (int64_t q = part.first_query; q < queries_of(part).end; ++q) {
     TokenRange mine{};
-    for (const WorkLine& line : lines_of(table, part)) {
-      if (q < line.first_query || q >= line.last_query) continue;
+    for (const Line& line : lines_of(table, part)) {
+      if (!queries_of(line).contains(q)) continue;
       mine = keys_of(line, q);
       break;
     }
@@ -88,7 +116,7 @@ void compute(const WorkTable& table, const WorkPart& part, int tile_keys,
           all.begin >= part.full_first && all.end <= part.full_last;
       const TokenRange seen = whole ? all : intersect(all, mine);
       for (int64_t k = seen.begin; k < seen.end; ++k) {
-        counts.add(part.row, q, k);
+        counts.add(Line{}, part.row, q, k);
       }
     }
   }
@@ -96,7 +124,8 @@ void compute(const WorkTable& table, const WorkPart& part, int tile_keys,
 
 // ---- Laws of any table.
 
-void check_shape_of(const WorkTable& table, const WorkShape& shape) {
+template <class Line>
+void check_shape_of(const WorkOf<Line>& table, const WorkShape& shape) {
   // Blocks: each query in one of them at most, those with most tiles first.
   std::map<std::pair<int64_t, int64_t>, int> blocks_of;
   int64_t before = std::numeric_limits<int64_t>::max();
@@ -122,9 +151,8 @@ void check_shape_of(const WorkTable& table, const WorkShape& shape) {
         ASSERT_GT(part.last_key, part.first_key);
       }
       int64_t last = queries_of(part).begin;
-      for (const WorkLine& line : lines_of(table, part)) {
-        const TokenRange mine =
-            intersect(queries_of(part), {line.first_query, line.last_query});
+      for (const Line& line : lines_of(table, part)) {
+        const TokenRange mine = intersect(queries_of(part), queries_of(line));
         ASSERT_FALSE(mine.empty()) << "a line of other queries";
         ASSERT_GE(mine.begin, last) << "lines of a part share a query";
         last = mine.end;
@@ -150,15 +178,16 @@ void check_shape_of(const WorkTable& table, const WorkShape& shape) {
   }
 }
 
-void check_full_ranges(const WorkTable& table) {
+template <class Line>
+void check_full_ranges(const WorkOf<Line>& table) {
   for (const WorkPart& part : table.parts) {
     if (part.full_first >= part.full_last) continue;
     ASSERT_GE(part.full_first, part.first_key);
     ASSERT_LE(part.full_last, part.last_key);
     for (int64_t q = part.first_query; q < queries_of(part).end; ++q) {
       bool found = false;
-      for (const WorkLine& line : lines_of(table, part)) {
-        if (q < line.first_query || q >= line.last_query) continue;
+      for (const Line& line : lines_of(table, part)) {
+        if (!queries_of(line).contains(q)) continue;
         found = keys_of(line, q).contains(
             TokenRange{part.full_first, part.full_last});
       }
@@ -202,6 +231,23 @@ TableCase draw_table(Random& random, const SharedMaskCase& shared,
   return {shared, random.pick(sizes), random.pick(sizes), random.one_in(2)};
 }
 
+template <class Line>
+void check_pairs(const WorkOf<Line>& table, const WorkShape& shape,
+                 const Counts& visible) {
+  ASSERT_NO_FATAL_FAILURE(check_shape_of(table, shape));
+  ASSERT_NO_FATAL_FAILURE(check_full_ranges(table));
+  Counts computed = visible;
+  std::ranges::fill(computed.times, 0);
+  for (const WorkPart& part : table.parts) {
+    compute(table, part, shape.tile_keys, computed);
+  }
+  const auto [got, wanted] =
+      std::ranges::mismatch(computed.times, visible.times);
+  ASSERT_EQ(got, computed.times.end())
+      << "a pair is computed " << *got << " times, not " << *wanted << ", at "
+      << got - computed.times.begin();
+}
+
 /// The steps of a ring: every rank against every owner, one in each row, with
 /// a row without keys between them and a last one against the keys of all.
 void table_shows_every_pair_once(const TableCase& c) {
@@ -222,7 +268,6 @@ void table_shows_every_pair_once(const TableCase& c) {
     const auto queries = test::tokens_of(owners.ranges_of(rank));
     std::vector<KeyLines> lines;
     Counts visible(std::ssize(held), std::ssize(queries), owners.tokens());
-    Counts computed = visible;
     for (std::size_t row = 0; row < held.size(); ++row) {
       const auto told = static_cast<int64_t>(row);
       for (const KeyLines& line :
@@ -238,23 +283,19 @@ void table_shows_every_pair_once(const TableCase& c) {
         }
       }
     }
-    const WorkShape shape{.rows = std::ssize(held),
-                          .queries = std::ssize(queries),
-                          .block_queries = c.block_queries,
-                          .tile_keys = c.tile_keys,
-                          .every_query = c.every_query};
+    WorkShape shape{.rows = std::ssize(held),
+                    .queries = visible.queries,
+                    .block_queries = c.block_queries,
+                    .tile_keys = c.tile_keys,
+                    .every_query = c.every_query};
     const WorkTable table = work_table(lines, shape);
     ASSERT_EQ(table.lines.size(), lines.size());
-    ASSERT_NO_FATAL_FAILURE(check_shape_of(table, shape));
-    ASSERT_NO_FATAL_FAILURE(check_full_ranges(table));
-    for (const WorkPart& part : table.parts) {
-      compute(table, part, shape.tile_keys, computed);
-    }
-    const auto [got, wanted] =
-        std::ranges::mismatch(computed.times, visible.times);
-    ASSERT_EQ(got, computed.times.end())
-        << "rank " << rank << " computes a pair " << *got << " times, not "
-        << *wanted << ", at " << got - computed.times.begin();
+    ASSERT_NO_FATAL_FAILURE(check_pairs(table, shape, visible));
+    shape.queries = visible.keys;
+    const KeyWorkTable of_keys = key_work_table(lines, shape);
+    ASSERT_EQ(of_keys.lines.size(), lines.size());
+    ASSERT_NO_FATAL_FAILURE(check_pairs(of_keys, shape, visible))
+        << "blocks of keys";
   }
 }
 
