@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +61,19 @@ def first_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Ours, and the old path."""
     monkeypatch.setenv(FIRST_KERNEL, request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where cuDNN would be chosen."""
+    monkeypatch.setenv(FIRST_KERNEL, "hopper")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -152,6 +165,7 @@ def test_the_environment_says_which_kernel_is_asked_first(monkeypatch: pytest.Mo
     monkeypatch.setenv(FIRST_KERNEL, "blocked")
     assert which(torch.bfloat16) == f"blocked, not flash: {asked}blocked"
     monkeypatch.setenv(FIRST_KERNEL, "hopper")
+    assert not HOPPER or which(torch.bfloat16, tokens=2048) == "hopper"  # though cuDNN could
     assert which(torch.float32) == "blocked, not flash: it has no float32 and no float64"
     monkeypatch.setenv(FIRST_KERNEL, "best")
     with pytest.raises(ValueError, match="LONGSPAN_CUDA_KERNEL is best; expected hopper, cudnn"):
@@ -183,8 +197,9 @@ def test_cudnn_runs_where_it_can() -> None:
     assert which(torch.bfloat16, tokens=2000) == (
         no + "2000 queries and 2000 keys; it is used for multiples of 128 from 1024 on"
     )
-    assert long(256, 256) == (
-        no + "256 and 256 channels; it has multiples of 8 up to 128, and 192 with 128"
+    assert long(256, 256) == "cudnn"
+    assert long(160, 160) == (
+        no + "160 and 160 channels; it has multiples of 8 up to 128, 256, and 192 with 128"
     )
     assert long(mask=Mask.causal(Packing.of([1024, 700, 324]))) == (
         "cudnn, and flash for 2 of 3 parts: "

@@ -19,7 +19,10 @@ import longspan
 from longspan import AttentionLayout, Group, Mask, Ownership, Packing
 
 pytestmark = pytest.mark.cuda
-first_kernel = test_attend_cuda.first_kernel  # the fixture
+# Its fixtures.
+first_kernel = test_attend_cuda.first_kernel
+our_kernel = test_attend_cuda.our_kernel
+deterministic = test_attend_cuda.deterministic
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -107,6 +110,7 @@ def test_documents_of_every_length_up_to_300() -> None:
 
 
 @needs_hopper
+@pytest.mark.usefixtures("our_kernel")
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (192, 128), (256, 256)])
 def test_documents_of_every_third_length_and_all_channels(dim: int, value_dim: int) -> None:
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
@@ -173,6 +177,7 @@ def test_hard_cases_give_the_oracles_answer(case: Case) -> None:
 
 
 @needs_hopper
+@pytest.mark.usefixtures("our_kernel")
 def test_offsets_past_two_to_the_31() -> None:
     length, documents, heads, dim = 1032, 128, 128, 128
     tokens = length * documents
@@ -195,26 +200,49 @@ def test_offsets_past_two_to_the_31() -> None:
 
 
 @needs_hopper
-def test_a_hundred_repeats_have_the_same_bits() -> None:
+@pytest.mark.usefixtures("our_kernel")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_hundred_repeats_have_the_same_bits(dim: int) -> None:
     lengths = [700, 3, 40, 129, 1, 1, 300, 64]
     mask = Mask.causal(Packing.of(lengths))
-    for dim, value_dim in ((128, 128), (256, 256)):
-        tensors = drawn(sum(lengths), 8, 2, dim, value_dim)[:3]
-        out, lse = forward(*tensors, mask)
-        for _ in range(100):
-            again = forward(*tensors, mask)
-            assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    tensors = drawn(sum(lengths), 8, 2, dim, dim)[:3]
+    out, lse = forward(*tensors, mask)
+    for _ in range(100):
+        again = forward(*tensors, mask)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
-def whole_mask(kind: str, lengths: Sequence[int]) -> Mask:
+@needs_hopper
+@pytest.mark.usefixtures("our_kernel", "deterministic")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_hundred_derivatives_have_the_same_bits(dim: int) -> None:
+    lengths = [700, 3, 40, 129, 1, 1, 300, 64]
+    mask = Mask.causal(Packing.of(lengths))
+    tensors = drawn(sum(lengths), 8, 2, dim, dim)
+    first = both_directions(tensors, mask)
+    for _ in range(100):
+        again = both_directions(tensors, mask)
+        for name, x, t in zip(Answer._fields[:5], again, first, strict=False):
+            assert x is not None and t is not None and torch.equal(x, t), name
+
+
+def whole_mask(kind: str, lengths: Sequence[int], prefix: dict[int, int]) -> Mask:
     packing = Packing.of(list(lengths))
+    if kind == "prefix":
+        return Mask.causal(packing).with_prefix([prefix.get(i, 0) for i in range(len(lengths))])
     return Mask.sliding(packing, 100) if kind == "window" else Mask.causal(packing)
 
 
 @needs_hopper
-@pytest.mark.parametrize("kind", ["causal", "window"])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_document_has_the_same_bits_whatever_is_packed_around_it(kind: str, seed: int) -> None:
+@pytest.mark.usefixtures("our_kernel", "deterministic")
+@pytest.mark.parametrize(
+    "fields", [("out", "lse"), ("dq", "dk", "dv")], ids=["forward", "backward"]
+)
+@pytest.mark.parametrize("kind", ["causal", "window", "prefix"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_document_has_the_same_bits_whatever_is_packed_around_it(
+    fields: tuple[str, ...], kind: str, seed: int
+) -> None:
     """From 128 tokens on; shorter ones share blocks of queries."""
     random = torch.Generator().manual_seed(seed)
 
@@ -222,10 +250,11 @@ def test_a_document_has_the_same_bits_whatever_is_packed_around_it(kind: str, se
         return int(torch.randint(least, most + 1, (), generator=random))
 
     long = [128, 129, number(128, 400), number(400, 900)]
-    parts = [[t[0] for t in drawn(length, 4, 2, 128, 128)[:3]] for length in long]
-    alone = []
-    for length, part in zip(long, parts, strict=True):
-        alone.append(forward(*(t[None] for t in part), whole_mask(kind, [length])))
+    parts = [drawn(length, 4, 2, 128, 128) for length in long]
+    alone = [
+        both_directions(part, whole_mask(kind, [length], {0: length // 2}))
+        for length, part in zip(long, parts, strict=True)
+    ]
     # The same documents in another order, among others.
     lengths: list[int] = []
     pieces: list[list[torch.Tensor]] = []
@@ -233,23 +262,26 @@ def test_a_document_has_the_same_bits_whatever_is_packed_around_it(kind: str, se
     for i in torch.randperm(len(long), generator=random).tolist():
         for _ in range(number(0, 4)):
             lengths.append(number(1, 200))
-            pieces.append([t[0] for t in drawn(lengths[-1], 4, 2, 128, 128)[:3]])
+            pieces.append(drawn(lengths[-1], 4, 2, 128, 128))
         places[i] = len(lengths)
         lengths.append(long[i])
         pieces.append(parts[i])
-    stream = [torch.cat(column, 1)[None] for column in zip(*pieces, strict=True)]
-    out, lse = forward(*stream, whole_mask(kind, lengths))
+    stream = [torch.cat(column, 2) for column in zip(*pieces, strict=True)]
+    prefix = {place: long[i] // 2 for i, place in places.items()}
+    among = both_directions(stream, whole_mask(kind, lengths, prefix))
     for i, place in places.items():
         begin = sum(lengths[:place])
         own = slice(begin, begin + long[i])
-        assert torch.equal(out[:, :, own], alone[i][0]), f"{long[i]} tokens in {lengths}"
-        assert torch.equal(lse[:, :, own], alone[i][1]), f"{long[i]} tokens in {lengths}"
+        for name in fields:
+            found, wanted = getattr(among, name)[:, :, own], getattr(alone[i], name)
+            assert torch.equal(found, wanted), f"{name} of {long[i]} tokens in {lengths}"
 
 
 # ---- Graphs and streams.
 
 
 @needs_hopper
+@pytest.mark.usefixtures("our_kernel")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 def test_a_graph_captures_packed_documents(backward: bool) -> None:
     lengths = [300, 5, 1, 700, 18]

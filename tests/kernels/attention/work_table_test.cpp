@@ -363,49 +363,79 @@ std::vector<Told> blocks_in(const WorkTable& table, TokenRange range) {
 
 constexpr int kBlock = 32, kTile = 16;
 
-/// A document of one line, among others.
+/// A document with holes, groups or a prefix, among others without.
 struct SurroundedCase {
   test::MaskKind kind = test::MaskKind::causal;
   int64_t length = kBlock;
+  std::vector<TokenRange> hidden = {}, groups = {};
+  int64_t prefix = 0;
   std::vector<int64_t> before = {}, after = {};
 
   /// All documents, and where this one begins.
   std::pair<Mask, int64_t> among() const {
     test::MaskCase made{{}, kind, /*before=*/10, /*after=*/3};
     int64_t begin = 0;
-    const auto add = [&](int64_t tokens) {
+    const auto add = [&](int64_t tokens, int64_t first) {
       made.packing.documents.push_back({tokens, tokens});
+      if (prefix > 0) made.prefix.push_back(first);
     };
     for (int64_t tokens : before) {
-      add(tokens);
+      add(tokens, 0);
       begin += tokens;
     }
-    add(length);
-    for (int64_t tokens : after) add(tokens);
+    add(length, prefix);
+    for (int64_t tokens : after) add(tokens, 0);
+    made.hidden = hidden;
+    made.groups = groups;
+    for (auto* ranges : {&made.hidden, &made.groups}) {
+      for (TokenRange& range : *ranges) {
+        range = {range.begin + begin, range.end + begin};
+      }
+    }
     return {made.mask(), begin};
   }
 
   std::vector<SurroundedCase> smaller() const {
     std::vector<SurroundedCase> cases;
-    for (auto SurroundedCase::* list :
-         {&SurroundedCase::before, &SurroundedCase::after}) {
+    const auto fewer = [&](auto SurroundedCase::* list) {
       for (const auto& less : test::without_one(this->*list)) {
         cases.push_back(*this);
         cases.back().*list = less;
       }
+    };
+    fewer(&SurroundedCase::before);
+    fewer(&SurroundedCase::after);
+    fewer(&SurroundedCase::hidden);
+    fewer(&SurroundedCase::groups);
+    if (prefix > 0) {
+      cases.push_back(*this);
+      --cases.back().prefix;
     }
     return cases;
   }
 
   std::string to_string() const {
-    return join(among().first.to_string(), ": ", length, " tokens after ",
-                test::listed(before), " and before ", test::listed(after));
+    return join(among().first.to_string(), ": ", length, " tokens, hidden ",
+                test::listed(hidden), ", groups ", test::listed(groups),
+                ", prefix ", prefix, ", after ", test::listed(before),
+                " and before ", test::listed(after));
   }
 };
 
 SurroundedCase draw_surrounded(Random& random) {
   SurroundedCase drawn{random.pick(test::token_masks()),
                        random.between(kBlock, 4 * kBlock)};
+  if (random.one_in(3)) {
+    // Narrower than the window: what lies on both sides hangs together.
+    const int64_t first = random.between(1, drawn.length - 6);
+    drawn.hidden = {{first, first + random.between(1, 5)}};
+  }
+  if (random.one_in(3)) {
+    drawn.prefix = random.between(1, drawn.length);
+  } else if (random.one_in(2)) {
+    const int64_t first = random.between(0, drawn.length - 9);
+    drawn.groups = {{first, first + 4}, {first + 5, first + 9}};
+  }
   for (auto* around : {&drawn.before, &drawn.after}) {
     for (int64_t i = random.between(0, 5); i > 0; --i) {
       around->push_back(random.between(1, random.one_in(3) ? 90 : 20));

@@ -76,16 +76,32 @@ std::vector<Layer<Side>> layers_of(std::span<const Side> lines) {
   return layers;
 }
 
-/// Where blocks must end: both ends of the long lines.
+/// Where blocks must end: both ends of long documents, ascending. Lines that
+/// share a row or a column are of one document, and follow one another.
 template <class Side>
 std::vector<int64_t> borders(std::span<const Side> lines, int64_t block) {
   std::vector<int64_t> places;
+  TokenRange rows, columns;  // of the document so far
+  const auto finish = [&] {
+    if (rows.size() < block) return;
+    places.push_back(rows.begin);
+    places.push_back(rows.end);
+  };
   for (const Side& line : lines) {
-    if (line.rows().size() < block) continue;
-    places.push_back(line.rows().begin);
-    places.push_back(line.rows().end);
+    const TokenRange mine = line.rows();
+    const TokenRange seen{line.columns_of(mine.begin).begin,
+                          line.columns_of(mine.end - 1).end};
+    if (mine.begin < rows.end || !intersect(seen, columns).empty()) {
+      rows.end = std::max(rows.end, mine.end);
+      columns = {std::min(columns.begin, seen.begin),
+                 std::max(columns.end, seen.end)};
+    } else {
+      finish();
+      rows = mine;
+      columns = seen;
+    }
   }
-  std::ranges::sort(places);
+  finish();
   return places;
 }
 

@@ -62,10 +62,11 @@ struct WorkShape {
   bool every_query = false;  // also those that see nothing
 };
 
-/// Lines ascend by row and first query. Blocks end where a line of at least
-/// block_queries queries begins or ends, so what such a document costs and how
-/// its sums are ordered does not depend on its neighbours; shorter ones share
-/// blocks.
+/// Lines ascend by row and first query. Blocks end where a document of at least
+/// block_queries queries begins or ends, so what it costs and how its sums are
+/// ordered does not depend on its neighbours; shorter ones share blocks. A
+/// document is lines that hang together by queries or keys; one that holes
+/// wider than its window tear apart is several.
 /// Cost: O(n log n) for n lines and blocks, and O(queries) blocks for lines
 /// that overlap.
 WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape);
