@@ -71,8 +71,8 @@ void output_delta(const OutputDeltaArgs& args, void* stream) {
     throw std::invalid_argument(
         "output_delta: out or dout is not aligned to 16 bytes");
   }
-  const auto blocks = static_cast<unsigned>(
-      std::min<int64_t>((all + 7) / 8, 16 * processor_count()));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(
+      (all * delta_lanes(args.value_dim) + 255) / 256, 16 * processor_count()));
   delta_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(args);
   check_launch("output_delta", cudaGetLastError());
 }

@@ -6,13 +6,24 @@
 
 namespace longspan::hopper {
 
-/// A warp a head: sums out * dout over channels.
+/// How many lanes, 8 channels each, a head takes: a power of two.
+__host__ __device__ constexpr int delta_lanes(int value_dim) {
+  int lanes = 1;
+  while (lanes < 32 && 8 * lanes < value_dim) lanes *= 2;
+  return lanes;
+}
+
+/// A warp one head, or several narrow ones: sums out * dout over channels.
 __global__ void __launch_bounds__(256)
     delta_kernel(const __grid_constant__ OutputDeltaArgs args) {
-  const int lane = threadIdx.x % 32;
+  const int lanes = delta_lanes(args.value_dim);
+  const int lane = threadIdx.x % lanes, each = 256 / lanes;
   const int64_t all = args.rows * args.queries * args.heads;
-  for (int64_t i = int64_t{blockIdx.x} * 8 + threadIdx.x / 32; i < all;
-       i += int64_t{gridDim.x} * 8) {
+  // All lanes of a warp take part in its sums, also those without a head.
+  const int64_t rounds = (all + each - 1) / each;
+  for (int64_t round = blockIdx.x; round < rounds; round += gridDim.x) {
+    const int64_t asked = round * each + threadIdx.x / lanes;
+    const int64_t i = asked < all ? asked : all - 1;
     const int64_t head = i % args.heads, token = i / args.heads;
     const int64_t query = token % args.queries, row = token / args.queries;
     const auto* out = static_cast<const __nv_bfloat16*>(args.out.data) +
@@ -24,7 +35,8 @@ __global__ void __launch_bounds__(256)
                        query * args.dout.token_stride +
                        head * args.dout.head_stride;
     float sum = 0.f;
-    for (int channel = lane * 8; channel < args.value_dim; channel += 256) {
+    for (int channel = lane * 8; channel < args.value_dim;
+         channel += 8 * lanes) {
       const uint4 x = __ldcs(reinterpret_cast<const uint4*>(out + channel));
       const uint4 y = __ldcs(reinterpret_cast<const uint4*>(dout + channel));
       const auto* a = reinterpret_cast<const __nv_bfloat162*>(&x);
@@ -36,11 +48,10 @@ __global__ void __launch_bounds__(256)
         sum = fmaf(u.y, v.y, sum);
       }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
+    for (int step = lanes / 2; step > 0; step /= 2) {
       sum += __shfl_xor_sync(~0u, sum, step);
     }
-    if (lane == 0) {
+    if (lane == 0 && asked < all) {
       args.delta
           .data[row * args.delta.row_stride + query * args.delta.token_stride +
                 head * args.delta.head_stride] = sum;
