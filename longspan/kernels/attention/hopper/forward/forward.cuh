@@ -86,7 +86,7 @@ __device__ __forceinline__ void pack_weights(
 /// out += weights v.
 template <class Plan>
 __device__ __forceinline__ void issue_values(
-    float (&out)[Plan::kValueDim / 2],
+    float (&out)[Plan::kMyValueDim / 2],
     const uint32_t (&weight)[Plan::kKeys / 16][4], uint32_t value) {
   const uint64_t b = across_channels(value, Plan::kKeyBlock);
 #pragma unroll
@@ -124,6 +124,7 @@ struct AnswerPlace {
 template <int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
                                            const AnswerPlace& place, int query,
+                                           int channel,
                                            RunningSoftmax& softmax,
                                            float (&out)[kCount], int lane) {
 #pragma unroll
@@ -144,11 +145,11 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
     // Sums are added up over the four lanes of a query at the end.
     softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
     const float* from = static_cast<const float*>(params.out) +
-                        place.out(params, query + 8 * i);
+                        place.out(params, query + 8 * i) + channel;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = 8 * j + 2 * (lane & 3);
-      if (column < params.value_dim) {
+      if (channel + column < params.value_dim) {
         const float2 pair = *reinterpret_cast<const float2*>(from + column);
         out[4 * j + 2 * i] = pair.x;
         out[4 * j + 2 * i + 1] = pair.y;
@@ -160,6 +161,7 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
 template <int kCount>
 __device__ __forceinline__ void store_answer(
     const DenseForwardParams& params, const AnswerPlace& place, int query,
+                                           int channel,
     const RunningSoftmax& softmax, const float (&out)[kCount], int lane) {
   float scale[2];
 #pragma unroll
@@ -171,19 +173,19 @@ __device__ __forceinline__ void store_answer(
       total += exp2_fast(params.sink[place.head] * kLog2e - softmax.high[i]);
     }
     scale[i] = empty ? 0.f : 1.f / total;
-    if (place.has(query + 8 * i) && (lane & 3) == 0) {
+    if (place.has(query + 8 * i) && (lane & 3) == 0 && channel == 0) {
       *place.lse(params, query + 8 * i) =
           empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
     }
   }
-  const int64_t at[2] = {place.out(params, query),
-                         place.out(params, query + 8)};
+  const int64_t at[2] = {place.out(params, query) + channel,
+                         place.out(params, query + 8) + channel};
   const bool there[2] = {place.has(query), place.has(query + 8)};
   if (params.out_is_float) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = 8 * j + 2 * (lane & 3);
-      if (column >= params.value_dim) continue;
+      if (channel + column >= params.value_dim) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!there[i]) continue;
@@ -207,7 +209,7 @@ __device__ __forceinline__ void store_answer(
       }
       turn_quad(x[i], lane);
       const int column = 8 * (j + (lane & 3));
-      if (there[i] && column < params.value_dim) {
+      if (there[i] && channel + column < params.value_dim) {
         __stcs(reinterpret_cast<uint4*>(
                    static_cast<__nv_bfloat16*>(params.out) + at[i] + column),
                make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]));
@@ -225,15 +227,22 @@ template <class Plan>
 __device__ __forceinline__ void attend(const DenseForwardParams& params,
                                        typename Plan::Small& small, int group) {
   const int lane = threadIdx.x % 32;
-  const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+  // Which queries and which channels of the answer are this warpgroup's.
+  constexpr bool kSplits = Plan::kSplitsValues;
+  const int query = (kSplits ? 0 : 64 * group) +
+                    16 * (threadIdx.x % 128 / 32) + lane / 4;
+  const int channel = kSplits ? group * Plan::kMyValueDim : 0;
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
-  const uint32_t my_query = kSharedBase + Plan::kQuery + group * 64 * 128;
+  const uint32_t my_query =
+      kSharedBase + Plan::kQuery + (kSplits ? 0 : group * 64 * 128);
+  const uint32_t my_value =
+      kSharedBase + Plan::kValue + channel / 64 * Plan::kKeyBlock;
   RingPlace<Plan::kRecords> at;
   RingPlace<Plan::kQueryStages> query_at;
   RingPlace<Plan::kStages> key_at, value_at;
-  float out[Plan::kValueDim / 2];
+  float out[Plan::kMyValueDim / 2];
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
   RunningSoftmax softmax;
@@ -245,7 +254,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     const AnswerPlace place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
     int last = small.record[at.slot].last_column;
-    begin_sums(params, place, query, softmax, out, lane);
+    begin_sums(params, place, query, channel, softmax, out, lane);
     if (left > 0) {
       const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
       barrier_wait(shared_address(&small.query_ready[query_at.slot]),
@@ -284,7 +293,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         wgmma_commit();
         issue_values<Plan>(
             out, weight,
-            kSharedBase + Plan::kValue + value_at.slot * Plan::kValueBytes);
+            my_value + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
         announce(kTurn1 - group, 256);
         wgmma_wait<1>();
@@ -308,7 +317,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       wgmma_fence();
       issue_values<Plan>(
           out, weight,
-          kSharedBase + Plan::kValue + value_at.slot * Plan::kValueBytes);
+          my_value + value_at.slot * Plan::kValueBytes);
       wgmma_commit();
       wgmma_wait<0>();
       pin(out);
@@ -317,7 +326,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     }
     arrive(small.record_free[at.slot]);
     at.advance();
-    store_answer(params, place, query, softmax, out, lane);
+    store_answer(params, place, query, channel, softmax, out, lane);
   }
 }
 

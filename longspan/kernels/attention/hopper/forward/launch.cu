@@ -8,11 +8,11 @@ namespace longspan::hopper {
 
 std::optional<std::string> why_not_attention(const AttentionArgs& args) {
   if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
-  if (args.head_dim > 256 || args.value_dim > 256 || args.head_dim % 8 != 0 ||
+  if (args.head_dim > 512 || args.value_dim > 512 || args.head_dim % 8 != 0 ||
       args.value_dim % 8 != 0) {
     return std::to_string(args.head_dim) + " and " +
            std::to_string(args.value_dim) +
-           " channels; it has multiples of 8 up to 256";
+           " channels; it has multiples of 8 up to 512";
   }
   if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
       !fits_32_bits(args.rows) ||
