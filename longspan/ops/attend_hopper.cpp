@@ -103,7 +103,7 @@ void attend_tiles_backward_hopper(const AttentionInputs& inputs,
   args.dout = array_of<const void*>(dout);
   args.lse = array_of<const void*>(answer.lse);
   args.delta = array_of<const void*>(answer.delta());
-  args.in_any_order = !why_not_unordered();
+  args.in_any_order = hopper::has_any_order(args) && !why_not_unordered();
   if (args.in_any_order) gradients.dq.sums();
   Target dq(gradients.dq, in.q), dk(gradients.dk, in.k), dv(gradients.dv, in.v);
   promise(dk.first.has_value() == dv.first.has_value(),

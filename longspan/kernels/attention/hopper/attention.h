@@ -10,7 +10,7 @@
 namespace longspan::hopper {
 
 /// Dense attention, as ../attention.h promises it, on a Hopper device:
-/// bfloat16, any lines, up to 256 channels forward and 128 backward. The lines
+/// bfloat16, any lines, up to 512 channels forward and 256 backward. The lines
 /// travel as they are: no mask, no launch for each document, nothing read back.
 /// Nothing is allocated, the host never waits and a graph may capture it.
 /// `stream` is a cudaStream_t of the device in use.
@@ -53,6 +53,9 @@ struct DenseBackwardArgs : AttentionBackwardArgs {
   /// other bits in every run: faster. dq_adds then, to floats.
   bool in_any_order = false;
 };
+
+/// Whether there is that faster way.
+bool has_any_order(const AttentionArgs& args);
 
 /// The blocks of keys and of queries for such a call.
 struct BackwardWork {

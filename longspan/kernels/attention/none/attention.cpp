@@ -22,6 +22,10 @@ std::optional<std::string> why_not_attention_backward(
   return no_compiler();
 }
 
+bool has_any_order(const AttentionArgs& /*args*/) {
+  return false;
+}
+
 BackwardWork backward_work(const DenseBackwardArgs& /*args*/) {
   never("attention backward");
 }

@@ -41,6 +41,19 @@ struct DenseKeysParams {
   GradientPlace dk, dv;
 };
 
+/// What the kernels that make dk and dv keep beside their tiles.
+template <int kStages, int kRecords, int kQueries>
+struct KeysSmall {
+  uint64_t keys_ready, keys_free;  // and values
+  uint64_t query_ready[kStages], query_free[kStages];
+  uint64_t dout_ready[kStages], dout_free[kStages];
+  uint64_t record_ready[kRecords], record_free[kRecords];
+  // Of the queries of a tile: lse in powers of two, infinite for those that are
+  // not there or saw nothing; and delta.
+  float lse[kStages][kQueries], delta[kStages][kQueries];
+  WorkRecord record[kRecords];
+};
+
 /// Tiles and shared memory of the kernel that makes dk and dv.
 ///
 /// A block of threads takes 128 keys of a key head, 64 for each of two
@@ -86,16 +99,7 @@ struct DenseKeysPlan {
       kWithQueries ? kSums + kConsumerWarps * kBoxes * kBoxBytes : kSlopes;
   static constexpr int kRecords = 4;
 
-  struct Small {
-    uint64_t keys_ready, keys_free;  // and values
-    uint64_t query_ready[kStages], query_free[kStages];
-    uint64_t dout_ready[kStages], dout_free[kStages];
-    uint64_t record_ready[kRecords], record_free[kRecords];
-    // Of the queries of a tile: lse in powers of two, infinite for those that
-    // are not there or saw nothing; and delta.
-    float lse[kStages][kQueries], delta[kStages][kQueries];
-    WorkRecord record[kRecords];
-  };
+  using Small = KeysSmall<kStages, kRecords, kQueries>;
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448 - 1024);
 };
@@ -103,6 +107,40 @@ struct DenseKeysPlan {
 template <class Plan>
 cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
                               cudaStream_t stream);
+
+/// Tiles and shared memory of that kernel for more channels: dk and dv of 64
+/// keys fill the registers of a warpgroup each, so one of them makes dv and the
+/// other dk, and both score.
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_>
+struct WideKeysPlan {
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static_assert(kHeadDim == kValueDim);
+  static constexpr bool kSoftcap = kSoftcap_, kWithQueries = false;
+  static constexpr int kKeys = 64, kQueries = 64;
+  static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
+  static constexpr int kValueBlocks = kValueDim / 64;
+  static constexpr uint32_t kKeyBlock = kKeys * 128;  // bytes
+  static constexpr uint32_t kQueryBlock = kQueries * 128;
+  static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
+  static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
+  static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
+  static constexpr uint32_t kDoutBytes = kValueBlocks * kQueryBlock;
+  static constexpr int kStages = 2;
+  static constexpr uint32_t kKey = 0;
+  static constexpr uint32_t kValue = kKey + kKeyBytes;
+  static constexpr uint32_t kQuery = kValue + kValueBytes;
+  static constexpr uint32_t kDout = kQuery + kStages * kQueryBytes;
+  static constexpr uint32_t kSmall = kDout + kStages * kDoutBytes;
+  static constexpr int kRecords = 4;
+  using Small = KeysSmall<kStages, kRecords, kQueries>;
+  static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
+  static_assert(kSharedBytes <= 232448 - 1024);
+};
+
+template <class Plan>
+cudaError_t launch_wide_keys(const DenseKeysParams& params, int processors,
+                             cudaStream_t stream);
 
 /// What the kernel that makes dq is told.
 struct DenseQueriesParams {
@@ -127,6 +165,8 @@ struct DenseQueriesPlan {
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kQueries = 128, kKeys = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static constexpr int kConsumerRegisters = kHeadDim > 128 ? 240 : 232;
+  static constexpr int kProducerRegisters = kHeadDim > 128 ? 24 : 40;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
   static constexpr int kValueBlocks = kValueDim / 64;
   static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
@@ -135,7 +175,7 @@ struct DenseQueriesPlan {
   static constexpr uint32_t kDoutBytes = kValueBlocks * kQueryBlock;
   static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
   static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kHeadDim > 128 ? 1 : 2;
   static constexpr uint32_t kQuery = 0;
   static constexpr uint32_t kDout = kQuery + kQueryBytes;
   static constexpr uint32_t kKey = kDout + kDoutBytes;
@@ -163,12 +203,14 @@ cudaError_t launch_dense_queries(const DenseQueriesParams& params,
 template <class Body>
 auto with_backward_dims(int head_dim, int value_dim, bool softcap,
                         const Body& body) {
-  if (head_dim <= 64 && value_dim <= 64) {
-    return softcap ? body.template operator()<64, true>()
-                   : body.template operator()<64, false>();
-  }
-  return softcap ? body.template operator()<128, true>()
-                 : body.template operator()<128, false>();
+  const auto with = [&]<int kDim>() {
+    return softcap ? body.template operator()<kDim, true>()
+                   : body.template operator()<kDim, false>();
+  };
+  const int most = head_dim > value_dim ? head_dim : value_dim;
+  if (most <= 64) return with.template operator()<64>();
+  if (most <= 128) return with.template operator()<128>();
+  return with.template operator()<256>();
 }
 
 }  // namespace longspan::hopper

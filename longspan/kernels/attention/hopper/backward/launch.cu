@@ -57,15 +57,20 @@ void make_keys(const DenseBackwardArgs& args, const KeyWorkTable& table,
   tell<Plan>(params, args);
   params.queries = static_cast<int>(args.queries);
   params.key_heads = static_cast<int>(key_heads(args));
-  if (Plan::kWithQueries) {
+  if constexpr (Plan::kWithQueries) {
     params.dq =
         tensor_map(args.dq, ElementType::float32, args.rows, args.queries,
                    args.heads, args.head_dim, Plan::kBoxQueries);
   }
   params.dk = place_of(args.dk, args.head_dim, args.dk_type, args.dk_adds);
   params.dv = place_of(args.dv, args.value_dim, args.dk_type, args.dk_adds);
-  check_launch("attention backward",
-               launch_dense_keys<Plan>(params, processor_count(), stream));
+  if constexpr (Plan::kHeadDim > 128) {
+    check_launch("attention backward",
+                 launch_wide_keys<Plan>(params, processor_count(), stream));
+  } else {
+    check_launch("attention backward",
+                 launch_dense_keys<Plan>(params, processor_count(), stream));
+  }
 }
 
 template <class Plan>
@@ -90,23 +95,31 @@ bool can_hold(const TokenArray<void*>& array, ElementType type, bool adds) {
 
 std::optional<std::string> why_not_attention_backward(
     const AttentionArgs& args) {
-  if (args.head_dim > 128 || args.value_dim > 128) {
+  if (args.head_dim > 256 || args.value_dim > 256) {
     return std::to_string(args.head_dim) + " and " +
            std::to_string(args.value_dim) +
-           " channels; its derivative has multiples of 8 up to 128";
+           " channels; its derivative has multiples of 8 up to 256";
   }
   return why_not_attention(args);
 }
 
+bool has_any_order(const AttentionArgs& args) {
+  return args.head_dim <= 128 && args.value_dim <= 128;
+}
+
 BackwardWork backward_work(const DenseBackwardArgs& args) {
   using Keys = DenseKeysPlan<128, 128, false, false>;
+  using WideKeys = WideKeysPlan<256, 256, false>;
   using Queries = DenseQueriesPlan<128, 128, false>;
+  static_assert(Keys::kQueries == WideKeys::kQueries);
   BackwardWork work;
-  work.keys = key_work_table(args.lines, {.rows = args.rows,
-                                          .queries = args.keys,
-                                          .block_queries = Keys::kKeys,
-                                          .tile_keys = Keys::kQueries,
-                                          .every_query = !args.dk_adds});
+  work.keys = key_work_table(
+      args.lines,
+      {.rows = args.rows,
+       .queries = args.keys,
+       .block_queries = has_any_order(args) ? Keys::kKeys : WideKeys::kKeys,
+       .tile_keys = Keys::kQueries,
+       .every_query = !args.dk_adds});
   if (args.in_any_order) return work;
   work.queries = work_table(args.lines, {.rows = args.rows,
                                          .queries = args.queries,
@@ -129,8 +142,9 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
         "added to";
   }
   if (!reason && args.in_any_order &&
-      (args.dq_type != ElementType::float32 || !args.dq_adds)) {
-    reason = "dq in any order is added to floats";
+      (args.dq_type != ElementType::float32 || !args.dq_adds ||
+       !has_any_order(args))) {
+    reason = "dq in any order is added to floats, of up to 128 channels";
   }
   if (reason) throw std::invalid_argument("attention backward: " + *reason);
   auto* on = static_cast<cudaStream_t>(stream);
@@ -138,20 +152,24 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
   const std::vector<std::byte> more = work.queries.image();
   image.insert(image.end(), more.begin(), more.end());
   check_launch("attention backward", upload(image, memory, on));
-  with_backward_dims(args.head_dim, args.value_dim, args.softcap > 0,
+  const bool softcap = args.softcap > 0;
+  with_backward_dims(args.head_dim, args.value_dim, softcap,
                      [&]<int kDim, bool kSoftcap>() {
                        if (work.keys.blocks.empty()) return;
-                       if (args.in_any_order) {
+                       if constexpr (kDim > 128) {
+                         make_keys<WideKeysPlan<kDim, kDim, kSoftcap>>(
+                             args, work.keys, memory, on);
+                       } else if (args.in_any_order) {
                          make_keys<DenseKeysPlan<kDim, kDim, kSoftcap, true>>(
                              args, work.keys, memory, on);
-                         return;
+                       } else {
+                         make_keys<DenseKeysPlan<kDim, kDim, kSoftcap, false>>(
+                             args, work.keys, memory, on);
                        }
-                       make_keys<DenseKeysPlan<kDim, kDim, kSoftcap, false>>(
-                           args, work.keys, memory, on);
                      });
   if (work.queries.blocks.empty()) return;
   void* const after = static_cast<std::byte*>(memory) + work.keys.bytes();
-  with_backward_dims(args.head_dim, args.value_dim, args.softcap > 0,
+  with_backward_dims(args.head_dim, args.value_dim, softcap,
                      [&]<int kDim, bool kSoftcap>() {
                        make_queries<DenseQueriesPlan<kDim, kDim, kSoftcap>>(
                            args, work.queries, after, on);

@@ -118,6 +118,8 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
                                                typename Plan::Small& small,
                                                int group) {
   constexpr int kCount = Plan::kKeys / 2;
+  // Where there is room for the next keys, their products do not wait for dq.
+  constexpr bool kAhead = Plan::kStages > 1;
   const int lane = threadIdx.x % 32;
   const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const auto arrive = [&](uint64_t& barrier) {
@@ -202,7 +204,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
       }
       const int slot = stage.slot;
       stage.advance();
-      if (left > 1) wait_for_tile();
+      if (kAhead && left > 1) wait_for_tile();
       wgmma_fence();
       const uint64_t b = across_channels(
           kSharedBase + Plan::kKey + slot * Plan::kKeyBytes, Plan::kKeyBlock);
@@ -211,11 +213,20 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
         wgmma<1>(dq, operand[k], b + (k * 2048 >> 4));
       }
       wgmma_commit();
-      // After the last tile these are of whatever lies there, and not looked
-      // at: a branch here would have the products wait for one another.
-      issue_pairs();
-      wgmma_wait<2>();
-      arrive(small.key_free[slot]);
+      if constexpr (kAhead) {
+        // After the last tile these are of whatever lies there, and not looked
+        // at: a branch here would have the products wait for one another.
+        issue_pairs();
+        wgmma_wait<2>();
+        arrive(small.key_free[slot]);
+      } else {
+        wgmma_wait<0>();
+        pin(dq);
+        arrive(small.key_free[slot]);
+        if (left > 1) wait_for_tile();
+        wgmma_fence();
+        issue_pairs();
+      }
       tile += Plan::kKeys;
     }
     wgmma_wait<0>();
@@ -258,7 +269,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group == 2) {
-    give_registers<40>();
+    give_registers<Plan::kProducerRegisters>();
     const int warp = threadIdx.x % 128 / 32;
     if (warp == 0) {
       deal<Plan>(params, small, threadIdx.x % 32);
@@ -266,7 +277,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       fetch_keys<Plan>(params, small, base);
     }
   } else {
-    take_registers<232>();
+    take_registers<Plan::kConsumerRegisters>();
     // ptxas counts with these registers only behind a branch.
     if (params.block_count > 0) derive_queries<Plan>(params, small, group);
   }
