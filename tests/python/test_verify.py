@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pathlib
 import re
@@ -216,6 +217,26 @@ def test_the_report_is_one_page_without_scripts(
     assert page.count("data:image/svg+xml") >= 2
     assert list(tmp_path.iterdir()) == [report]  # nothing beside it
     assert report.stat().st_mode & 0o077  # others may read what they could
+
+
+def test_runs_and_states_are_drawn_with_what_is_sent(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All layers of Mamba 2 are alike, so what one of them sends is known from the whole."""
+    report = tmp_path / "out.html"
+    arguments = ["mamba2", "--ranks", "3", *SMALL, "--report", str(report)]
+    status, (found,) = verdicts(capsys, *arguments)
+    assert (status, found["word"]) == (0, "right"), found["why"]
+    page = report.read_text()
+    assert "<h3>Runs and states: layers with a convolution of 4 tokens and states of " in page
+    assert "Who owns, sees and computes what" not in page  # nobody attends
+    images = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    drawn = [text for text in (base64.b64decode(i).decode() for i in images) if "runs<" in text]
+    assert len(drawn) == 1 and ">document 0<" in drawn[0]
+    bytes_sent = [int(count) for count in re.findall(r">In all (\d+) bytes", drawn[0])]
+    layers = sum(one["layer"].startswith("layer ") for one in found["layers"])
+    assert layers > 1 and len(bytes_sent) == 2
+    assert sum(found["numbers"]["sent_bytes"]) == layers * sum(bytes_sent) > 0
 
 
 @pytest.mark.parametrize("where", ["missing/out.html", "."])
