@@ -23,6 +23,7 @@ from longspan._measuring import (
     Refused,
     Tell,
     Truth,
+    Unfit,
     Wishes,
     attending_layers,
     case_for,
@@ -89,10 +90,6 @@ class Verdict:
         ]
         told["checks"] = {row.what: row.holds for row in self.rows if row.holds is not None}
         return told
-
-
-class Unfit(Exception):
-    """Arguments that this model cannot have; the text says which."""
 
 
 def verify(
