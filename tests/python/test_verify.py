@@ -303,6 +303,17 @@ def test_runs_and_states_are_drawn_with_what_is_sent(
     assert sum(found["numbers"]["sent_bytes"]) == layers * sum(bytes_sent) > 0
 
 
+def test_convolutions_are_drawn_beside_attention(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.html"
+    status, (found,) = verdicts(capsys, "lfm2", "--ranks", "2", *SMALL, "--report", str(report))
+    assert (status, found["word"]) == (0, "right"), found["why"]
+    page = report.read_text()
+    assert "<h3>Runs, and what is before them: layers with a convolution of 3 tokens</h3>" in page
+    assert "<h3>Who owns, sees and computes what: causal layers</h3>" in page
+
+
 @pytest.mark.parametrize("where", ["missing/out.html", ".", "pipe", "text/out.html"])
 def test_a_report_that_cannot_be_written_is_said_first(
     where: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
