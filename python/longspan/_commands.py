@@ -87,8 +87,10 @@ def config_in(path: str) -> Any:
     if not file.is_file():
         raise Refusal(f"'{path}' has no config.json; expected the folder of a model")
     try:
-        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        return transformers.AutoConfig.from_pretrained(
+            str(file), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever constructors raise
         raise Refusal(f"'{file}' is no configuration of transformers: {one_line(error)}") from None
 
 

@@ -49,6 +49,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},  # else it has no convolution
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "zamba": {
         "num_hidden_layers": 4,

@@ -66,6 +66,10 @@ class Refused(Exception):
         self.proof = proof or {}
 
 
+class Unfit(Exception):
+    """Arguments that this model cannot have; the text says which."""
+
+
 class NotRun(Exception):
     """The plain model does not run."""
 
@@ -113,14 +117,18 @@ def case_for(model: Any, wishes: Wishes, seed: int) -> Case:
 
 def _fitting(model: Any, wishes: Wishes, seed: int) -> list[int]:
     """As many documents as were wished for, or more where the model's positions end before
-    the longest would."""
+    the longest would; Unfit where no two tokens fit in there."""
     most = positions_of(model.config)
     documents = wishes.documents
-    while True:
+    while 2 * documents <= wishes.tokens:
         lengths = lengths_of(wishes.tokens, documents, seed)
         if most is None or max(lengths) + first_position(model) <= most:
             return lengths
         documents += max(documents // 4, 1)
+    raise Unfit(
+        f"{type(model).__name__} has {most} positions, too few for documents that {wishes.tokens} "
+        f"tokens could be cut into; give fewer --tokens, or a model with more"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ WORDS = FIRST_BYTE + 256
 _SUFFIX = ".safetensors"
 _FORMAT = "longspan train 1"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNT = "step"  #: of a parameter; fewer than those taken where it had no gradient at first
 
 
 class Torn(Exception):
@@ -114,7 +115,7 @@ def save(path: Path, model: Any, optimizer: Any, course: Course, losses: Sequenc
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach().contiguous()
-        for moment in _MOMENTS:
+        for moment in (*_MOMENTS, _COUNT):
             kept = optimizer.state.get(parameter, {}).get(moment)
             if kept is not None:
                 tensors[f"{moment}.{name}"] = kept.contiguous()
@@ -137,6 +138,8 @@ def load(path: Path, course: Course) -> Checkpoint:
         if facts.get("format") != _FORMAT:
             raise ValueError
         then = json.loads(facts["course"])
+        if not isinstance(then, dict):
+            raise TypeError
         losses = [float(loss) for loss in json.loads(facts["losses"])]
     except (KeyError, ValueError, TypeError):
         raise Torn(f"'{path}' was not written by longspan train") from None
@@ -246,7 +249,8 @@ def _restore(model: Any, optimizer: Any, begin: Checkpoint) -> None:
             parameter.copy_(begin.tensors[f"model.{name}"])
             if f"{_MOMENTS[0]}.{name}" in begin.tensors:
                 state = {moment: begin.tensors[f"{moment}.{name}"].clone() for moment in _MOMENTS}
-                state["step"] = torch.tensor(float(begin.steps))
+                count = begin.tensors.get(f"{_COUNT}.{name}", torch.tensor(float(begin.steps)))
+                state[_COUNT] = count.clone()
                 optimizer.state[parameter] = state
 
 
@@ -260,3 +264,13 @@ def check_fits(path: Path, begin: Checkpoint, model: Any) -> None:
                 f"'{path}' has {has} for {name}, which is {parameter.dtype} "
                 f"{list(parameter.shape)} here; another transformers may have written it"
             )
+        moments = [begin.tensors.get(f"{moment}.{name}") for moment in _MOMENTS]
+        if any(one is not None for one in moments) and any(
+            one is None or one.shape != parameter.shape for one in moments
+        ):
+            raise Torn(
+                f"'{path}' has not both moments of AdamW for {name}, {list(parameter.shape)} each; "
+                f"go on from an older one"
+            )
+    if begin.steps and not any(name.startswith(_MOMENTS) for name in begin.tensors):
+        raise Torn(f"'{path}' has weights and no moments of AdamW; go on from an older one")

@@ -39,13 +39,13 @@ from longspan._commands import (
     threads_for,
 )
 from longspan._group import Group
-from longspan._measuring import Wishes
+from longspan._measuring import Unfit, Wishes
 from longspan._models import AUTO
 from longspan._printing import printed
 from longspan._strategy import Strategy
 from longspan._tables import aligned
 from longspan._verify_report import page
-from longspan._verifying import ANSWERS, Unfit, Verdict, verify
+from longspan._verifying import ANSWERS, Verdict, verify
 from longspan._written import check_writable, write_whole
 
 _WHO = "longspan verify"
@@ -181,6 +181,8 @@ def _targets(given: argparse.Namespace) -> list[_Target]:
         from longspan._families import families
 
         return [_Target(family.name) for family in families()]
+    if "all" in given.models and not Path("all").exists():
+        raise Refusal("`all` are all families; give it alone")
     found = []
     for name in given.models:
         if os.sep in name or Path(name).exists():
@@ -212,9 +214,13 @@ def _with_weights(transformers: Any, folder: str) -> Any:
     """The model as it lies in the folder, in float64. Nothing of it may be drawn at random."""
     try:
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=torch.float64,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever readers of files raise
         raise Unfit(f"the weights in '{folder}' do not load: {one_line(error)}") from None
     for what in ("mismatched_keys", "missing_keys"):
         if told.get(what):
@@ -223,6 +229,9 @@ def _with_weights(transformers: Any, folder: str) -> Any:
                 f"the weights in '{folder}' are not those of its config.json: {what[:-5]} {first} "
                 f"and {len(told[what]) - 1} more"
             )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise Unfit(f"the weights in '{folder}' are not all finite: {name}")
     return model.eval()
 
 

@@ -136,7 +136,7 @@ def _section(v: Verdict, *, opened: bool) -> str:
         bars = error_bars(v.layers, ("over ranks", "plain, same precision"))
         drawn.append(_image(bars, "errors by layer"))
     for title, svg in v.pictures.items():
-        drawn.append(f"<h3>Who owns, sees and computes what: {escape(title)}</h3>")
+        drawn.append(f"<h3>{escape(title)}</h3>")
         drawn.append(_image(svg, title))
     if drawn:
         state = " open" if opened else ""

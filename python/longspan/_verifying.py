@@ -7,12 +7,13 @@ import dataclasses
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from longspan import _C
 from longspan._drawing import draw
 from longspan._group import Group
 from longspan._measuring import (
@@ -22,6 +23,7 @@ from longspan._measuring import (
     Refused,
     Tell,
     Truth,
+    Unfit,
     Wishes,
     attending_layers,
     case_for,
@@ -31,6 +33,7 @@ from longspan._measuring import (
     over_ranks,
     peak_of,
 )
+from longspan._models import Recurrence
 from longspan._rulers import Case, distances, worst_of
 from longspan.proof import prove
 
@@ -87,10 +90,6 @@ class Verdict:
         ]
         told["checks"] = {row.what: row.holds for row in self.rows if row.holds is not None}
         return told
-
-
-class Unfit(Exception):
-    """Arguments that this model cannot have; the text says which."""
 
 
 def verify(
@@ -269,7 +268,7 @@ def _judged(
             "step_seconds": found.seconds,
         },
         layers=_by_layer(errors, plain),
-        pictures=_pictures(found),
+        pictures=_pictures(found, wishes.dtype),
     )
 
 
@@ -293,17 +292,47 @@ def _by_layer(
     return tuple((key, one, other) for key, (one, other) in found.items())
 
 
-def _pictures(found: Found) -> dict[str, str]:
-    """Who owns, sees and computes what, in each kind of layer that there is."""
+def _pictures(found: Found, dtype: torch.dtype) -> dict[str, str]:
+    """Who owns, sees and computes what, in each kind of layer that there is; of layers with
+    states the runs of documents, and what goes over the borders between them."""
     made: dict[str, str] = {}
     for cost in found.layers:
         layer = cost.layer
+        masks = layer.masks(found.cut)
+        if layer.recurrence is not None:
+            title = _runs_of(layer.recurrence)
+            if title not in made:
+                made[title] = _drawn_runs(layer.recurrence, found.cut, masks, dtype).to_svg()
+            continue
         sight = (
             "causal layers" if layer.window is None else f"layers with a window of {layer.window}"
         )
-        if sight not in made:
-            made[sight] = draw(found.cut.ownership, layer.masks(found.cut)[0]).to_svg()
+        title = f"Who owns, sees and computes what: {sight}"
+        if title not in made:
+            made[title] = draw(found.cut.ownership, masks[0]).to_svg()
     return made
+
+
+def _runs_of(made: Recurrence) -> str:
+    looks = f"layers with a convolution of {made.kernel} tokens"
+    if made.transition is None:
+        return f"Runs, and what is before them: {looks}"
+    return (
+        f"Runs and states: {looks} and states of {made.heads} x {made.rows} x {made.columns}, "
+        f"each with a {made.transition} as transition"
+    )
+
+
+def _drawn_runs(
+    made: Recurrence, cut: _C.Cut, masks: Sequence[_C.Mask], dtype: torch.dtype
+) -> _C.Picture:
+    return _C.draw_states(
+        cut.ownership,
+        masks,
+        made.kernel - 1,
+        made.channels * dtype.itemsize,
+        *made.bytes_of_state(made.itemsize(dtype)),
+    )
 
 
 def _type(dtype: torch.dtype) -> str:

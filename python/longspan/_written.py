@@ -28,6 +28,8 @@ def check_writable(path: Path) -> str | None:
     """Why a file cannot be written there, before the work is done; None where it can."""
     if path.is_dir():
         return "it is a folder"
+    if path.exists() and not path.is_file():
+        return "it is no ordinary file, and would be replaced by one"
     if not path.parent.is_dir():
         return f"there is no folder '{path.parent}'"
     if not os.access(path.parent, os.W_OK):

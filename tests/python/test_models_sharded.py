@@ -33,11 +33,10 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     assert "glm_moe_dsa checkpoint" in lines
 
 
-def example(ranks: int, *options: str) -> list[dict[str, float]]:
-    command = [sys.executable, str(EXAMPLE)]
-    if ranks > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), str(EXAMPLE)]
+def over(ranks: int, *options: str) -> list[dict[str, float]]:
+    """What the example tells of its steps as so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(EXAMPLE)]
     done = subprocess.run(
         [*command, "--steps", "3", "--length", "96", "--json", *options],
         capture_output=True,
@@ -50,51 +49,54 @@ def example(ranks: int, *options: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_the_example_trains_alike_on_any_number_of_ranks() -> None:
-    alone = example(1)
+class Here:
+    """The example in this process, on one rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._patch, self._capsys = monkeypatch, capsys
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def __call__(self, *options: str) -> list[dict[str, float]]:
+        short = ["--steps", "3", "--length", "96", "--json"]
+        self._patch.setattr(sys, "argv", [str(EXAMPLE), *short, *options])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        return [json.loads(line) for line in self._capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+def test_the_example_trains_alike_on_any_number_of_ranks(here: Here) -> None:
+    """A family with attention and states; the README's lines run on two ranks alone."""
+    family = ("--family", "qwen3_next")
+    alone = here(*family)
     assert [line["step"] for line in alone] == [0, 1, 2]
-    assert alone[-1]["loss"] < alone[0]["loss"]
-    # Replicas of two ranks; the README's lines run on two ranks alone.
-    over = example(4, "--cp", "2", "--strategy", "gathered", "--checkpointing")
-    for ours, theirs in zip(over, alone, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-        assert ours["norm"] == pytest.approx(theirs["norm"], rel=2e-3)
+    # Replicas of two ranks.
+    ours = over(4, "--cp", "2", "--strategy", "gathered", "--checkpointing", *family)
+    for one, true in zip(ours, alone, strict=True):
+        assert one["loss"] == pytest.approx(true["loss"], rel=2e-4)
+        assert one["norm"] == pytest.approx(true["norm"], rel=2e-3)
 
 
-#: One of each kind: a state with numbers, with matrices, a convolution alone, selected keys, and
-#: layers that share parameters.
-KINDS = ("mamba2", "qwen3_next", "lfm2", "glm_moe_dsa", "zamba2")
+#: One of each kind: attention, a state with numbers, with matrices, a convolution, selected keys,
+#: and layers that share parameters.
+KINDS = ("llama", "mamba2", "qwen3_next", "lfm2", "glm_moe_dsa", "zamba2")
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_example_takes_any_family(
-    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--family", family, "--steps", "3", "--length", "96", "--json"]
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    alone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_the_example_takes_any_family(family: str, here: Here) -> None:
+    alone = here("--family", family)
     assert len(alone) == 3 and alone[-1]["loss"] < alone[0]["loss"]
-    if family != "mamba2":
-        return
-    over = example(2, "--cp", "2", "--family", family, "--checkpointing")
-    for ours, theirs in zip(over, alone, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-        assert ours["norm"] == pytest.approx(theirs["norm"], rel=2e-3)
 
 
-def test_the_example_knows_no_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--family", "mamba3"])
+def test_the_example_knows_no_other_family(here: Here) -> None:
     with pytest.raises(SystemExit, match=r"hf_finetune: 'mamba3' is neither .* like it are mamba"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        here("--family", "mamba3")
 
 
-def test_the_example_names_numbers_that_do_not_divide() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--cp", "3"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "1 ranks and 2 rows a step do not divide into replicas of --cp 3" in done.stderr
+def test_the_example_names_numbers_that_do_not_divide(here: Here) -> None:
+    message = "1 ranks and 2 rows a step do not divide into replicas of --cp 3"
+    with pytest.raises(SystemExit, match=message):
+        here("--cp", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import pathlib
@@ -17,7 +18,7 @@ pytest.importorskip("transformers")
 from longspan import __main__
 from longspan._charts import curve_in_text, error_bars, loss_curve
 from longspan._train_command import main
-from longspan._training import FIRST_BYTE, Corpus
+from longspan._training import FIRST_BYTE, Corpus, Course, _restore, check_fits, load, save
 from longspan._written import write_whole
 
 TEXT = "\n\n".join(
@@ -119,6 +120,36 @@ def test_a_torn_or_foreign_checkpoint_is_refused_by_name(
     assert "holds no checkpoint" in refused(capsys, *some, "--resume", str(empty))
 
 
+def test_a_checkpoint_without_its_parts_is_refused(
+    text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    some = ["llama", "--text", text, "--tokens", "64"]
+    assert main([*some, "--steps", "1", "--save", str(tmp_path / "kept")]) == 0
+    capsys.readouterr()
+    (path,) = (tmp_path / "kept").iterdir()
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    with safe_open(str(path), "pt") as file:
+        facts = file.metadata()
+    norm = "model.norm.weight"
+
+    def told(change: dict[str, Any] | None = None, **other: str) -> str:
+        kept = {k: v for k, v in (tensors | (change or {})).items() if v is not None}
+        save_file(kept, path, facts | other)
+        return refused(capsys, *some, "--resume", str(path))
+
+    assert f"has nothing for {norm}" in told({f"model.{norm}": None})
+    assert f"for {norm}, which is torch.float32" in told({f"model.{norm}": torch.ones(3)})
+    assert f"has not both moments of AdamW for {norm}" in told({f"exp_avg_sq.{norm}": None})
+    assert f"has not both moments of AdamW for {norm}" in told({f"exp_avg.{norm}": torch.ones(3)})
+    weights = {name: None for name in tensors if not name.startswith("model.")}
+    assert "has weights and no moments of AdamW" in told(weights)
+    for other in ({"course": "[]"}, {"course": "1"}, {"losses": "1"}, {"format": "another"}):
+        assert "was not written by longspan train" in told(**other)
+
+
 #: (arguments after the text, what the sentence says)
 REFUSED = [
     (["lama"], "like it are llama"),
@@ -153,6 +184,31 @@ def test_a_refused_family_ends_with_3(text: str, capsys: pytest.CaptureFixture[s
 
 
 # ---- Parts.
+
+
+def test_a_parameter_without_gradients_at_first_goes_on_as_it_was(tmp_path: pathlib.Path) -> None:
+    """Such as an expert that nobody chose: AdamW counts its steps from the first gradient."""
+    course = Course("none", 1, 0.1, "float64", "lines", "none")
+
+    def stepped(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model[step // 2](torch.ones(2, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    whole = torch.nn.ModuleList(torch.nn.Linear(2, 2).double() for _ in range(2))
+    cut = copy.deepcopy(whole)
+    adam = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (whole, cut)]
+    stepped(whole, adam[0], range(4))
+    stepped(cut, adam[1], range(3))
+    save(tmp_path / "x", cut, adam[1], course, [1.0] * 3)
+    begin = load(tmp_path / "x", course)
+    check_fits(tmp_path / "x", begin, cut)
+    again = torch.optim.AdamW(cut.parameters(), lr=0.1)
+    _restore(cut, again, begin)
+    stepped(cut, again, range(3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(cut.parameters(), whole.parameters(), strict=True))
 
 
 def test_documents_restart_their_positions_and_foretell_nothing() -> None:

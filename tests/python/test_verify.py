@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -170,6 +172,7 @@ def folder(path: pathlib.Path, **options: Any) -> tuple[pathlib.Path, Any]:
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **options
     )
     model = transformers.LlamaForCausalLM(config)
+    transformers.logging.disable_progress_bar()
     model.save_pretrained(path)
     return path, model
 
@@ -198,6 +201,68 @@ def test_weights_of_another_shape_are_refused(
     assert "weights" in err and err.count("\n") == 1, err
 
 
+def test_torn_missing_and_infinite_weights_are_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path, _ = folder(tmp_path / "model")
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    last = sorted(tensors)[-1]
+
+    def told() -> str:
+        status, out, err = asked(capsys, str(path), "--ranks", "2", *SMALL, "--weights")
+        assert (status, out, err.count("\n")) == (2, "", 1), (status, out, err)
+        return err
+
+    for kept in (0, 7, len(whole) // 2):
+        file.write_bytes(whole[:kept])
+        assert f"the weights in '{path}' do not load: " in told()
+    metadata = {"format": "pt"}
+    save_file({k: v for k, v in tensors.items() if k != last}, file, metadata)
+    assert f"are not those of its config.json: missing {last} and 0 more" in told()
+    save_file(tensors | {last: tensors[last] * torch.nan}, file, metadata)
+    assert f"are not all finite: {last}" in told()
+
+
+#: What is in config.json, what the sentence says, and the exit status.
+CONFIGS = {
+    "none": (None, "has no config.json; expected the folder of a model", 2),
+    "torn": ('{"model_type": "lla', "is no configuration of transformers", 2),
+    "a list": ("[]", "is no configuration of transformers", 2),
+    "nothing": ("{}", "is no configuration of transformers", 2),
+    "unknown": ('{"model_type": "lama"}', "is no configuration of transformers", 2),
+    "code": (
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}',
+        "is no configuration of transformers",
+        2,
+    ),
+    "no decoder": ('{"model_type": "clip"}', "of which transformers makes no causal model", 2),
+    "refused": ('{"model_type": "gptj"}', "does not look its attention up by name", 3),
+    "positions": (
+        '{"model_type": "llama", "max_position_embeddings": 1}',
+        "has 1 positions, too few for documents",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_that_is_no_model_gets_a_sentence(
+    name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, sentence, expected = CONFIGS[name]
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    status, out, err = asked(capsys, str(tmp_path), "--ranks", "2", *SMALL)
+    assert status == expected
+    assert sentence in (out if expected == 3 else err)
+    assert (err if expected == 3 else out) == ""
+    assert expected == 3 or err.count("\n") == 1
+
+
 # ---- Reports.
 
 
@@ -218,10 +283,43 @@ def test_the_report_is_one_page_without_scripts(
     assert report.stat().st_mode & 0o077  # others may read what they could
 
 
-@pytest.mark.parametrize("where", ["missing/out.html", "."])
+def test_runs_and_states_are_drawn_with_what_is_sent(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All layers of Mamba 2 are alike, so what one of them sends is known from the whole."""
+    report = tmp_path / "out.html"
+    arguments = ["mamba2", "--ranks", "3", *SMALL, "--report", str(report)]
+    status, (found,) = verdicts(capsys, *arguments)
+    assert (status, found["word"]) == (0, "right"), found["why"]
+    page = report.read_text()
+    assert "<h3>Runs and states: layers with a convolution of 4 tokens and states of " in page
+    assert "Who owns, sees and computes what" not in page  # nobody attends
+    images = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    drawn = [text for text in (base64.b64decode(i).decode() for i in images) if "runs<" in text]
+    assert len(drawn) == 1 and ">document 0<" in drawn[0]
+    bytes_sent = [int(count) for count in re.findall(r">In all (\d+) bytes", drawn[0])]
+    layers = sum(one["layer"].startswith("layer ") for one in found["layers"])
+    assert layers > 1 and len(bytes_sent) == 2
+    assert sum(found["numbers"]["sent_bytes"]) == layers * sum(bytes_sent) > 0
+
+
+def test_convolutions_are_drawn_beside_attention(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.html"
+    status, (found,) = verdicts(capsys, "lfm2", "--ranks", "2", *SMALL, "--report", str(report))
+    assert (status, found["word"]) == (0, "right"), found["why"]
+    page = report.read_text()
+    assert "<h3>Runs, and what is before them: layers with a convolution of 3 tokens</h3>" in page
+    assert "<h3>Who owns, sees and computes what: causal layers</h3>" in page
+
+
+@pytest.mark.parametrize("where", ["missing/out.html", ".", "pipe", "text/out.html"])
 def test_a_report_that_cannot_be_written_is_said_first(
     where: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null is: what is no file is not replaced by one
+    (tmp_path / "text").write_text("")
     path = str(tmp_path / where)
     status, out, err = asked(capsys, "llama", *SMALL, "--report", path)
     assert (status, out) == (2, "") and f"the report '{path}' cannot be written: " in err
@@ -239,6 +337,7 @@ REFUSED = [
     (["llama", "--documents", "0"], "--documents is 0; expected at least 1"),
     (["llama", "--weights"], "--weights goes with a folder, and 'llama' is none"),
     (["all", "--weights"], "--weights goes with a folder"),
+    (["all", "llama"], "`all` are all families; give it alone"),
     (["llama", "--jobs", "0"], "--jobs is 0"),
     (["llama", "--dtype", "int8"], "invalid choice"),
     ([], "MODEL"),
