@@ -103,10 +103,17 @@ at::Tensor lying_like(const at::Tensor& other, const at::Tensor& tensor) {
 constexpr auto kAttention = Accumulator::Kind::attention;
 constexpr auto kSum = Accumulator::Kind::sum;
 
+/// Kernels that can take the sink along are asked to.
+void ask_for_sink(Accumulator& running, const OptionalTensor& sink) {
+  if (sink && sink->is_cuda()) {
+    running.ask_for_sink(sink->to(at::kFloat).contiguous());
+  }
+}
+
 /// The output in the type of q, and lse.
 PartialAttention finished(Accumulator& running, const at::Tensor& q,
                           const OptionalTensor& sink) {
-  if (!sink) return running.finish(q.scalar_type());
+  if (!sink || running.has_sink()) return running.finish(q.scalar_type());
   const PartialAttention all =
       running.finish(accumulation_type(q.scalar_type()));
   return {all.with_sink(*sink).to(q.scalar_type()), all.lse};
@@ -133,6 +140,7 @@ Tensors2 attend_forward(const at::Tensor& q, const at::Tensor& k,
   if (!trade.is_needed()) {
     Accumulator running =
         accumulator(kAttention, q, q_in.size(1), call.heads, v_in.size(3));
+    ask_for_sink(running, sink);
     run_forward(*call.plan, call.group,
                 call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap),
                 running);
@@ -144,15 +152,16 @@ Tensors2 attend_forward(const at::Tensor& q, const at::Tensor& k,
                                       {swapped(v_in), kKeyHeads}},
                                      call.purpose("forward, trade of heads"));
   const at::Tensor mine = swapped(traded[0]);
+  const TokenRange share = trade.mine().heads;
+  const OptionalTensor my_sink =
+      sink ? OptionalTensor(sink->narrow(0, share.begin, share.size())) : sink;
   Accumulator running = accumulator(kAttention, mine, v_in.size(3));
+  ask_for_sink(running, my_sink);
   run_forward(*call.plan, call.group,
               call.inputs(mine, swapped(traded[1]), swapped(traded[2]),
                           trade.mine(), scale, softcap),
               running);
-  const TokenRange share = trade.mine().heads;
-  const auto [out, lse_mine] = finished(
-      running, q,
-      sink ? OptionalTensor(sink->narrow(0, share.begin, share.size())) : sink);
+  const auto [out, lse_mine] = finished(running, q, my_sink);
   const auto back = trade.to_tokens({{swapped(out), kHeads}},
                                     call.purpose("forward, outputs"));
   const auto lse = trade.to_tokens({{swapped(lse_mine).unsqueeze(3), kHeads}},

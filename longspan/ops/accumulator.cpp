@@ -112,8 +112,14 @@ std::optional<PartialAttention> Accumulator::first_part(
                    : dtype);
 }
 
-void Accumulator::begin(PartialAttention part) {
+at::Tensor Accumulator::asked_sink() const {
+  const bool is_first = !sums_ && waiting_.empty();
+  return is_first && !expects_more_ ? asked_sink_ : at::Tensor();
+}
+
+void Accumulator::begin(PartialAttention part, bool has_sink) {
   promise(!sums_ && waiting_.empty(), "Accumulator: begun twice");
+  has_sink_ = has_sink;
   if (part.out.dtype() == options_.dtype()) {
     sums_ = std::move(part);
   } else {

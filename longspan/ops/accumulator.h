@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "longspan/core/token_range.h"
@@ -44,7 +45,15 @@ class Accumulator {
   /// that of sums where more parts are to come; nothing where some came
   /// already. begin() takes it once it is filled.
   std::optional<PartialAttention> first_part(at::ScalarType dtype) const;
-  void begin(PartialAttention part);
+  void begin(PartialAttention part, bool has_sink = false);
+
+  /// A logit without a value for each head (attention sink), floats, that the
+  /// result is to include. A kernel that makes the whole answer at once may see
+  /// to it, and says so to begin(); otherwise the caller of finish() must.
+  void ask_for_sink(at::Tensor sink) { asked_sink_ = std::move(sink); }
+  /// What was asked for; undefined where parts came already or more will.
+  at::Tensor asked_sink() const;
+  bool has_sink() const { return has_sink_; }
 
   /// Says that one part will not be all.
   void expect_more() { expects_more_ = true; }
@@ -73,6 +82,8 @@ class Accumulator {
   std::vector<PlacedPart> waiting_;
   int64_t waiting_bytes_ = 0;
   bool expects_more_ = false;
+  at::Tensor asked_sink_;
+  bool has_sink_ = false;
 };
 
 }  // namespace longspan

@@ -77,6 +77,8 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   const AttentionInputs in = aligned(inputs);
   hopper::DenseForwardArgs args;
   fill(args, in, lines);
+  const at::Tensor sink = running.asked_sink();
+  if (sink.defined()) args.sink = sink.const_data_ptr<float>();
   std::optional<PartialAttention> first =
       running.first_part(in.q.scalar_type());
   const PartialAttention& to = first ? *first : running.sums();
@@ -88,7 +90,7 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   const at::Tensor memory = memory_for(table, in.q);
   hopper::attention_forward(args, table, memory.mutable_data_ptr(),
                             current_stream(in.q));
-  if (first) running.begin(*std::move(first));
+  if (first) running.begin(*std::move(first), sink.defined());
 }
 
 void attend_tiles_backward_hopper(const AttentionInputs& inputs,
