@@ -244,11 +244,6 @@ void run_backward(const Plan& plan, const Group& group,
                   AttentionGradients& gradients) {
   KeyFlow flow(plan, group, inputs, "backward");
   Homecoming home(plan, group, inputs, gradients);
-  if (plan.steps().size() > 1) {
-    gradients.dq.expect_more();
-    gradients.dk.expect_more();
-    gradients.dv.expect_more();
-  }
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const PlanStep& step = plan.steps()[i];
     const StepRange range(plan, i, ", backward");

@@ -104,27 +104,15 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   waiting_bytes_ += bytes;
 }
 
-std::optional<PartialAttention> Accumulator::first_part(
-    at::ScalarType dtype) const {
-  if (sums_ || !waiting_.empty()) return std::nullopt;
-  return empty(expects_more_ || memory_.defined()
-                   ? c10::typeMetaToScalarType(options_.dtype())
-                   : dtype);
-}
-
 at::Tensor Accumulator::asked_sink() const {
   const bool is_first = !sums_ && waiting_.empty();
   return is_first && !expects_more_ ? asked_sink_ : at::Tensor();
 }
 
-void Accumulator::begin(PartialAttention part, bool has_sink) {
-  promise(!sums_ && waiting_.empty(), "Accumulator: begun twice");
-  has_sink_ = has_sink;
-  if (part.out.dtype() == options_.dtype()) {
-    sums_ = std::move(part);
-  } else {
-    add(std::move(part));
-  }
+void Accumulator::add_with_sink(PartialAttention whole) {
+  promise(asked_sink().defined(), "Accumulator: nobody asked for a sink");
+  has_sink_ = true;
+  add(std::move(whole));
 }
 
 TokenRange Accumulator::reach_of_waiting() const {

@@ -41,18 +41,17 @@ class Accumulator {
   /// no lse.
   void add(PartialAttention part, int64_t row = 0, int64_t token = 0);
 
-  /// Memory for a first part about all tokens, its output in this type, or in
-  /// that of sums where more parts are to come; nothing where some came
-  /// already. begin() takes it once it is filled.
-  std::optional<PartialAttention> first_part(at::ScalarType dtype) const;
-  void begin(PartialAttention part, bool has_sink = false);
+  /// Memory for a part about all tokens, its output in this type, in the order
+  /// asked for. add() takes it once it is filled.
+  PartialAttention room(at::ScalarType dtype) const { return empty(dtype); }
 
   /// A logit without a value for each head (attention sink), floats, that the
   /// result is to include. A kernel that makes the whole answer at once may see
-  /// to it, and says so to begin(); otherwise the caller of finish() must.
+  /// to it, and adds that; otherwise the caller of finish() must.
   void ask_for_sink(at::Tensor sink) { asked_sink_ = std::move(sink); }
   /// What was asked for; undefined where parts came already or more will.
   at::Tensor asked_sink() const;
+  void add_with_sink(PartialAttention whole);
   bool has_sink() const { return has_sink_; }
 
   /// Says that one part will not be all.

@@ -3,7 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "longspan/core/detail/check.h"
+#include <utility>
+
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "longspan/ops/cuda_kernels.h"
 #include "longspan/ops/cuda_stream.h"
@@ -35,20 +36,6 @@ std::optional<std::string> why_not(
   return ask(args);
 }
 
-/// Where a gradient is written: a first part, or the sum so far.
-struct Target {
-  Accumulator& sum;
-  std::optional<PartialAttention> first;
-
-  Target(Accumulator& of, const at::Tensor& like)
-      : sum(of), first(of.first_part(like.scalar_type())) {}
-
-  const at::Tensor& to() { return first ? first->out : sum.sums().out; }
-  void finish() {
-    if (first) sum.begin(*std::move(first));
-  }
-};
-
 /// Where the kernels keep a table.
 template <class Table>
 at::Tensor memory_for(const Table& table, const at::Tensor& like) {
@@ -79,18 +66,19 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   fill(args, in, lines);
   const at::Tensor sink = running.asked_sink();
   if (sink.defined()) args.sink = sink.const_data_ptr<float>();
-  std::optional<PartialAttention> first =
-      running.first_part(in.q.scalar_type());
-  const PartialAttention& to = first ? *first : running.sums();
-  args.goes_on = !first;
-  args.out_type = *element_type(to.out.scalar_type());
-  args.out = array_of<void*>(to.out);
-  args.lse = array_of<void*>(to.lse);
+  PartialAttention part = running.room(in.q.scalar_type());
+  args.out_type = *element_type(part.out.scalar_type());
+  args.out = array_of<void*>(part.out);
+  args.lse = array_of<void*>(part.lse);
   const hopper::WorkTable table = hopper::forward_work(args);
   const at::Tensor memory = memory_for(table, in.q);
   hopper::attention_forward(args, table, memory.mutable_data_ptr(),
                             current_stream(in.q));
-  if (first) running.begin(*std::move(first), sink.defined());
+  if (sink.defined()) {
+    running.add_with_sink(std::move(part));
+  } else {
+    running.add(std::move(part));
+  }
 }
 
 void attend_tiles_backward_hopper(const AttentionInputs& inputs,
@@ -106,24 +94,24 @@ void attend_tiles_backward_hopper(const AttentionInputs& inputs,
   args.lse = array_of<const void*>(answer.lse);
   args.delta = array_of<const void*>(answer.delta());
   args.in_any_order = hopper::has_any_order(args) && !why_not_unordered();
-  if (args.in_any_order) gradients.dq.sums();
-  Target dq(gradients.dq, in.q), dk(gradients.dk, in.k), dv(gradients.dv, in.v);
-  promise(dk.first.has_value() == dv.first.has_value(),
-          "attend_hopper: dk was added to, but dv not");
-  args.dq = array_of<void*>(dq.to());
-  args.dq_type = *element_type(dq.to().scalar_type());
-  args.dq_adds = !dq.first;
-  args.dk = array_of<void*>(dk.to());
-  args.dv = array_of<void*>(dv.to());
-  args.dk_type = *element_type(dk.to().scalar_type());
-  args.dk_adds = !dk.first;
+  PartialAttention dq = args.in_any_order
+                            ? PartialAttention{gradients.dq.sums().out, {}}
+                            : gradients.dq.room(in.q.scalar_type());
+  PartialAttention dk = gradients.dk.room(in.k.scalar_type());
+  PartialAttention dv = gradients.dv.room(in.v.scalar_type());
+  args.dq = array_of<void*>(dq.out);
+  args.dq_type = *element_type(dq.out.scalar_type());
+  args.dq_adds = args.in_any_order;
+  args.dk = array_of<void*>(dk.out);
+  args.dv = array_of<void*>(dv.out);
+  args.dk_type = *element_type(dk.out.scalar_type());
   const hopper::BackwardWork work = hopper::backward_work(args);
   const at::Tensor memory = memory_for(work, in.q);
   hopper::attention_backward(args, work, memory.mutable_data_ptr(),
                              current_stream(in.q));
-  dq.finish();
-  dk.finish();
-  dv.finish();
+  if (!args.in_any_order) gradients.dq.add(std::move(dq));
+  gradients.dk.add(std::move(dk));
+  gradients.dv.add(std::move(dv));
 }
 
 }  // namespace longspan

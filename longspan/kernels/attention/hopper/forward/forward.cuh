@@ -124,8 +124,7 @@ struct AnswerPlace {
 template <int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
                                            const AnswerPlace& place, int query,
-                                           int channel,
-                                           RunningSoftmax& softmax,
+                                           int channel, RunningSoftmax& softmax,
                                            float (&out)[kCount], int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -159,10 +158,12 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
 }
 
 template <int kCount>
-__device__ __forceinline__ void store_answer(
-    const DenseForwardParams& params, const AnswerPlace& place, int query,
-                                           int channel,
-    const RunningSoftmax& softmax, const float (&out)[kCount], int lane) {
+__device__ __forceinline__ void store_answer(const DenseForwardParams& params,
+                                             const AnswerPlace& place,
+                                             int query, int channel,
+                                             const RunningSoftmax& softmax,
+                                             const float (&out)[kCount],
+                                             int lane) {
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -229,8 +230,8 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
   const int lane = threadIdx.x % 32;
   // Which queries and which channels of the answer are this warpgroup's.
   constexpr bool kSplits = Plan::kSplitsValues;
-  const int query = (kSplits ? 0 : 64 * group) +
-                    16 * (threadIdx.x % 128 / 32) + lane / 4;
+  const int query =
+      (kSplits ? 0 : 64 * group) + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const int channel = kSplits ? group * Plan::kMyValueDim : 0;
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
@@ -291,9 +292,8 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         issue_scores<Plan>(
             score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
         wgmma_commit();
-        issue_values<Plan>(
-            out, weight,
-            my_value + value_at.slot * Plan::kValueBytes);
+        issue_values<Plan>(out, weight,
+                           my_value + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
         announce(kTurn1 - group, 256);
         wgmma_wait<1>();
@@ -315,9 +315,8 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       barrier_wait(shared_address(&small.value_ready[value_at.slot]),
                    value_at.round);
       wgmma_fence();
-      issue_values<Plan>(
-          out, weight,
-          my_value + value_at.slot * Plan::kValueBytes);
+      issue_values<Plan>(out, weight,
+                         my_value + value_at.slot * Plan::kValueBytes);
       wgmma_commit();
       wgmma_wait<0>();
       pin(out);
