@@ -14,14 +14,14 @@ PYTHON = "$$(tail -n 1 build/.python)"
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
-.PHONY: demo test test-fast deep build setup lint format core sanitize race wheel cuda mutate
+.PHONY: demo test test-fast deep build setup lint format core sanitize race alone wheel cuda mutate
 .PHONY: wheels fuzz sweep bench bench-build bench-cuda bench-gpu pictures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 6
 	@echo "make build, test-fast, lint, format    while you work"
-	@echo "make deep                              what CI adds: the longest tests, sanitize, race, wheel, cuda, a sample of mutate"
+	@echo "make deep                              what CI adds: the longest tests, sanitize, race, alone, wheel, cuda, a sample of mutate"
 	@echo "make fuzz                              random calls that must be refused in our words"
 	@echo "make sweep                             every causal family of transformers, as docs/families.md"
 	@echo "make wheels                            for a cluster, named by torch, each tried"
@@ -47,7 +47,7 @@ test-fast: setup
 deep: setup
 	@tools/deep $(BUILD) $(PYTHON)
 
-sanitize race wheel cuda: setup
+sanitize race alone wheel cuda: setup
 	@tools/deep $(BUILD) $(PYTHON) $@
 
 # Named by torch, with and without code for CUDA, each tried in an environment of its own;

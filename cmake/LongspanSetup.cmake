@@ -50,6 +50,10 @@ if(LONGSPAN_SANITIZE)
         "address, undefined, thread")
     endif()
   endforeach()
+  # Such a tree is compiled more often than its programs run, and each runs once:
+  # -O1 takes a third of the time that -O3 takes for kernels.
+  string(REGEX REPLACE "-O[0-9]" "-O1"
+    CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
   target_compile_options(longspan_flags INTERFACE
     -fsanitize=${LONGSPAN_SANITIZE} -fno-sanitize-recover=all
     -fno-omit-frame-pointer)
