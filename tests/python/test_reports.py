@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import longspan
-from longspan import Group, run_ranks
+from longspan import Group, dsa, run_ranks
 
 OWNERS = longspan.Ownership.head_tail(32, 4)
 
@@ -49,6 +50,41 @@ def test_steps_and_waits_have_names() -> None:
         "wait, ring attention backward, gradients, hop 1 of 3",
     } <= names
     assert {"gathered 1/2, own keys", "gathered 2/2, keys from 0, 2, 3"} <= names_of("gathered")
+
+
+def ranges_of(step: Callable[[], object]) -> set[str]:
+    """Those of kernels, on one rank."""
+    with torch.autograd.profiler.profile() as profile:
+        step()
+    return {event.name for event in profile.function_events if event.name.startswith("kernel ")}
+
+
+def test_kernels_have_names() -> None:
+    q = torch.randn(8, 4, 16, requires_grad=True)
+    level = longspan.which_kernel(q, q, q)
+    found = ranges_of(lambda: longspan.attend(q, q, q).sum().backward())
+    assert found == {f"kernel attend, {level}", f"kernel attend backward, {level}"}
+
+    rows = torch.randn(8, 16, requires_grad=True)
+    lists = torch.zeros(8, 3, dtype=torch.int32)
+    found = ranges_of(
+        lambda: dsa.attend_selected(q, rows, lists, scale=1.0, value_dim=16).sum().backward()
+    )
+    assert found == {
+        f"kernel attend_selected, {level}",
+        f"kernel attend_selected backward, {level}",
+    }
+
+    found = ranges_of(lambda: dsa.select_keys(q, rows, torch.ones(8, 4), slots=3))
+    assert found == {f"kernel select_keys, {level}"}
+
+
+def test_tiles_of_the_loss_have_names() -> None:
+    hidden = torch.randn(40, 8, requires_grad=True)
+    weight, labels = torch.randn(64, 8), torch.zeros(40, dtype=torch.long)
+    found = ranges_of(lambda: longspan.linear_cross_entropy(hidden, weight, labels, tile=16))
+    named = sorted(name.partition("tokens ")[2] for name in found)
+    assert named == ["0 to 15", "16 to 31", "32 to 39"]
 
 
 def steps(group: Group, count: int) -> None:
