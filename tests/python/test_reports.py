@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -118,6 +119,61 @@ def test_a_report_counts_steps(ranks: int) -> None:
         assert lines[1].split()[:4] == ["step", "seconds", "tokens", "tokens/s"]
         assert len(lines) == 2 + len(said.steps)
         assert ElementTree.fromstring(said._repr_html_()).findtext("caption") == lines[0]
+
+
+@pytest.fixture
+def step_peaks() -> Iterator[None]:
+    longspan.report(step_peaks=True)
+    yield
+    longspan.report(step_peaks=False)
+
+
+def needing(megabytes: Sequence[int], group: Group) -> Sequence[longspan._reporting.Step]:
+    """Steps that have so much more than the least of them."""
+    model = torch.nn.Embedding(64, 1)
+    for size in megabytes:
+        local = longspan.shard({"input_ids": torch.arange(64).view(2, 32)}, group)
+        torch.ones(size << 18)
+        model(local["input_ids"]).sum().backward()
+        longspan.sum_gradients(model, group)
+        model.zero_grad()
+    return longspan.report(group).steps[-len(megabytes) :]
+
+
+def test_every_step_has_a_peak_of_its_own(step_peaks: None) -> None:
+    steps(Group(), 1)
+    small, large, again = needing([1, 200, 1], Group())
+    peaks = [step.step_peak_bytes for step in (small, large, again)]
+    assert None not in peaks
+    assert 150e6 < peaks[1] - peaks[0] < 300e6
+    assert 150e6 < peaks[1] - peaks[2] < 300e6
+    assert large.peak_bytes == again.peak_bytes >= peaks[1]
+    assert again.cells()[6:] == (f"{peaks[2] / 1e9:.2f} GB", f"{large.peak_bytes / 1e9:.2f} GB")
+
+
+def test_spans_do_not_take_peaks_from_each_other(step_peaks: None) -> None:
+    """Ranks that are threads begin steps while others are inside of theirs."""
+    outer = longspan._peaks.Span()
+    torch.ones(200 << 18)
+    inner = longspan._peaks.Span()
+    short, long = inner.end().of_span, outer.end().of_span
+    assert short is not None and long is not None
+    assert 150e6 < long - short < 300e6
+
+
+def test_a_step_that_raises_no_peak_says_at_most() -> None:
+    first, second = needing([400, 1], Group())
+    assert first.step_peak_bytes == first.peak_bytes
+    assert second.step_peak_bytes is None
+    assert second.cells()[6] == f"<= {second.peak_bytes / 1e9:.2f} GB"
+
+
+def test_peaks_that_cannot_be_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(longspan._peaks, "_CLEAR", tmp_path / "none" / "clear_refs")
+    with pytest.raises(RuntimeError, match="report: the peak memory of a step is not known here"):
+        longspan.report(step_peaks=True)
+    with pytest.raises(TypeError, match="report: `step_peaks` is an int; expected True or False"):
+        longspan.report(step_peaks=1)
 
 
 def test_groups_that_are_gone_leave_nothing() -> None:
