@@ -199,14 +199,15 @@ def test_one_graph_for_changing_lengths(layer: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_layers_send_a_fraction_of_what_they_read(ranks: int, layout: str) -> None:
     """DeepSeek-V4-Flash with 1024 tokens a rank, bfloat16: against all rows of keys, all
     pools and, where windows overlap, the float32 tensors that pools are made of."""
     here, key, index_key = 1024, 512, 128
     owners = getattr(Ownership, layout)(here * ranks, ranks)
     attention = longspan.AttentionLayout(owners)
-    bounds = {None: 8, 4: 20, 128: 8}
+    # Two ranks: docs/models.md shows that none can send less than 127 rows and 8 pools.
+    bounds = {None: 8, 4: 20, 128: 1032 / 135 if ranks == 2 else 8}
 
     def body(group: Group) -> dict[int | None, float]:
         found = {}
