@@ -29,7 +29,7 @@ constexpr int64_t kHidden = 1, kWeight = 2, kBias = 4;
 /// Logits that exist at a time, in bytes. On a device their products run at
 /// full speed from some thousand tokens on; on the CPU from a hundred, and what
 /// fits a cache need not come back from memory.
-constexpr int64_t kDeviceTile = int64_t{2} << 30, kHostTile = int64_t{24} << 20;
+constexpr int64_t kDeviceTile = int64_t{2} << 30, kHostTile = int64_t{18} << 20;
 
 /// The arguments that both operators have.
 struct LossInputs {
