@@ -169,6 +169,48 @@ def test_a_step_that_raises_no_peak_says_at_most() -> None:
     assert second.cells()[6] == f"<= {second.peak_bytes / 1e9:.2f} GB"
 
 
+class Device:
+    """Stands for torch.cuda: what is allocated, and the one counter of its peak."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.resets = 0
+
+    def allocate(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def reset(self) -> None:
+        self.peak, self.resets = self.now, self.resets + 1
+
+
+def test_the_counter_of_a_device_is_left_alone_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: device.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", device.reset)
+    monkeypatch.setattr(longspan._peaks, "_so_far", {})
+
+    def span(size: int) -> tuple[int, int | None]:
+        one = longspan._peaks.Span()
+        device.allocate(size)
+        device.allocate(-size)
+        return one.end()
+
+    assert [span(size) for size in (5, 3, 7)] == [(5, 5), (5, None), (7, 7)]
+    assert device.resets == 0 and device.peak == 7
+    longspan._peaks.renew("test", True)
+    try:
+        assert [span(size) for size in (5, 3, 9, 2)] == [(7, 5), (7, 3), (9, 9), (9, 2)]
+        assert device.resets > 0
+    finally:
+        longspan._peaks.renew("test", False)
+    resets = device.resets
+    assert span(4) == (9, None) and device.resets == resets
+
+
 def test_peaks_that_cannot_be_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(longspan._peaks, "_CLEAR", tmp_path / "none" / "clear_refs")
     with pytest.raises(RuntimeError, match="report: the peak memory of a step is not known here"):
