@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export CTEST_OUTPUT_ON_FAILURE := 1
 
 .PHONY: demo test test-fast deep build setup lint format core sanitize race alone wheel cuda mutate
-.PHONY: wheels fuzz sweep bench bench-build bench-cuda bench-gpu pictures clean help
+.PHONY: wheels fuzz sweep sweep-newest bench bench-build bench-cuda bench-gpu pictures clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +23,7 @@ help:
 	@echo "make build, test-fast, lint, format    while you work"
 	@echo "make deep                              what CI adds: the longest tests, sanitize, race, alone, wheel, cuda, a sample of mutate"
 	@echo "make fuzz                              random calls that must be refused in our words"
-	@echo "make sweep                             every causal family of transformers, as docs/families.md"
+	@echo "make sweep, sweep-newest               every causal family of transformers, as docs/families.md"
 	@echo "make wheels                            for a cluster, named by torch, each tried"
 	@echo "make bench, bench-build, bench-cuda, bench-gpu, core, pictures, clean"
 
@@ -79,6 +79,10 @@ fuzz: setup
 # Every causal family of the installed transformers over ranks; makes docs/families.md.
 sweep: build
 	@PYTHONPATH=$(BUILD)/python:tests:tests/python OMP_NUM_THREADS=1 $(PYTHON) -m sweep --page docs/families.md
+
+# The same with the newest transformers, which stays outside of the environment; a weekly job.
+sweep-newest: build
+	@tools/sweep-newest $(BUILD) $(PYTHON)
 
 # Flips lines one by one and shows that each flip makes a test fail.
 mutate: setup

@@ -18,6 +18,7 @@ import longspan
 from longspan import Group
 
 LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 TOKENS = 2048
 RANKS, LONG = 8, 65536
 
@@ -59,8 +60,42 @@ def layer_rows() -> list[Row]:
             "ours": f"{mine:.0f} ms",
             "other": f"plain transformers, sdpa: {theirs:.0f} ms",
             "ratio": f"{mine / theirs:.3f}",
-            "bar": "1.03",
-            "met": mine / theirs <= 1.03,
+            "bar": "1.02",
+            "met": mine / theirs <= 1.02,
+        }
+    ]
+
+
+def first_rows(layers: int, bar: float | None) -> list[Row]:
+    """What the first call of a model costs on top, once a model like it was let in. It is
+    narrow, so that this is not lost in products."""
+    torch.set_num_threads(1)
+    options = SMALL | {"num_hidden_layers": layers}
+    longspan.parallelize(llama(**options))
+    ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def plain() -> torch.Tensor:
+        return models.pop()(**batch, use_cache=False).loss
+
+    def ours() -> torch.Tensor:
+        model = longspan.parallelize(models.pop())
+        return model(**longspan.shard(batch, model=model)).loss
+
+    rounds = 31
+    models = [llama(**options) for _ in range(2 * rounds + 4)]
+    right = torch.allclose(plain(), ours(), rtol=1e-5)
+    mine, theirs = in_turns(ours, plain, rounds=rounds, warm=1)
+    return [
+        {
+            "work": f"the first call of a narrow Llama of {layers} layers, 64 tokens, parallelize "
+            "and shard included, the proof known, 1 thread",
+            "right": right,
+            "ours": f"{mine:.1f} ms",
+            "other": f"plain transformers: {theirs:.1f} ms",
+            "ratio": f"{mine - theirs:+.1f} ms",
+            "bar": "" if bar is None else f"{bar:+g} ms",
+            "met": bar is None or mine - theirs < bar,
         }
     ]
 
@@ -87,11 +122,10 @@ class Kept:
 
 def memory_rows() -> list[Row]:
     """Forward of a small model on a long row; what each rank keeps."""
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
     ids = torch.randint(0, 256, (1, LONG), generator=torch.Generator().manual_seed(1))
 
     def body(group: Group) -> tuple[int, torch.Tensor]:
-        model = longspan.parallelize(llama(**small, num_key_value_heads=1), group)
+        model = longspan.parallelize(llama(**SMALL, num_key_value_heads=1), group)
         local = longspan.shard({"input_ids": ids, "labels": ids}, group, model=model)
         kept = Kept(model)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
@@ -116,7 +150,12 @@ def memory_rows() -> list[Row]:
 
 def parts(_: pathlib.Path) -> list[Part]:
     transformers.logging.set_verbosity_error()
-    return [layer_rows, memory_rows]
+    return [
+        layer_rows,
+        lambda: first_rows(1, 5),
+        lambda: first_rows(32, None),
+        memory_rows,
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 #include "longspan/attention/detail/passes.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -9,6 +8,7 @@
 #include "longspan/comm/detail/exchange.h"
 #include "longspan/core/detail/check.h"
 #include "longspan/ops/fold.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {
@@ -76,27 +76,19 @@ bool moves_keys(const Plan& plan) {
   return false;
 }
 
-/// A range in torch's profiler (and NVTX, through it) for one step: "ring 2/8,
-/// keys from 3", the rank that sent them. Costs nothing while none runs.
-class StepRange {
- public:
-  StepRange(const Plan& plan, std::size_t i, const char* pass)
-      : range_(at::RecordScope::USER_SCOPE) {
-    if (!range_.isActive()) return;
-    std::string from = i == 0 ? ", own keys" : ", keys from ";
-    if (i > 0) {
-      const char* between = "";
-      for (const PlannedParcel& parcel : plan.steps()[i - 1].arrivals) {
-        from += join(std::exchange(between, ", "), parcel.peer);
-      }
+/// What a profiler calls one step: "ring 2/8, keys from 3", the rank that sent
+/// them.
+std::string name_of_step(const Plan& plan, std::size_t i, const char* pass) {
+  std::string from = i == 0 ? ", own keys" : ", keys from ";
+  if (i > 0) {
+    const char* between = "";
+    for (const PlannedParcel& parcel : plan.steps()[i - 1].arrivals) {
+      from += join(std::exchange(between, ", "), parcel.peer);
     }
-    range_.before(join(plan.strategy().name(plan.ranks()), " ", i + 1, "/",
-                       plan.steps().size(), from, pass));
   }
-
- private:
-  at::RecordFunction range_;
-};
+  return join(plan.strategy().name(plan.ranks()), " ", i + 1, "/",
+              plan.steps().size(), from, pass);
+}
 
 /// The keys of one step after another. start_next() starts what this step
 /// sends and receives; arrive() waits for it and makes it current.
@@ -232,7 +224,7 @@ void run_forward(const Plan& plan, const Group& group,
   KeyFlow flow(plan, group, inputs, "forward");
   if (plan.steps().size() > 1) running.expect_more();
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
-    const StepRange range(plan, i, "");
+    const ProfilerRange range([&] { return name_of_step(plan, i, ""); });
     flow.start_next();
     attend_tiles(flow.inputs(), plan.steps()[i].lines, running);
     flow.arrive();
@@ -246,7 +238,8 @@ void run_backward(const Plan& plan, const Group& group,
   Homecoming home(plan, group, inputs, gradients);
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const PlanStep& step = plan.steps()[i];
-    const StepRange range(plan, i, ", backward");
+    const ProfilerRange range(
+        [&] { return name_of_step(plan, i, ", backward"); });
     flow.start_next();
     const AttentionInputs now = flow.inputs();
     if (i == 0) {

@@ -8,6 +8,7 @@
 #include "longspan/ops/attend_cudnn.h"
 #include "longspan/ops/attend_flash.h"
 #include "longspan/ops/attend_hopper.h"
+#include "longspan/ops/profiler_range.h"
 
 namespace longspan {
 
@@ -118,6 +119,8 @@ std::string FusedChoice::to_string() const {
 void attend_tiles_fused(const AttentionInputs& inputs,
                         std::span<const KeyLines> lines, Accumulator& running) {
   const auto choice = FusedChoice::of(inputs, lines);
+  const ProfilerRange range(
+      [&] { return "kernel attend, " + choice.to_string(); });
   if (!choice.why_not_hopper) {
     attend_tiles_hopper(inputs, lines, running);
     return;
@@ -139,6 +142,8 @@ void attend_tiles_backward_fused(const AttentionInputs& inputs,
                                  const AttentionAnswer& answer,
                                  AttentionGradients& gradients) {
   const auto choice = FusedChoice::of_backward(inputs, lines);
+  const ProfilerRange range(
+      [&] { return "kernel attend backward, " + choice.to_string(); });
   if (!choice.why_not_hopper) {
     attend_tiles_backward_hopper(inputs, lines, answer, gradients);
     return;

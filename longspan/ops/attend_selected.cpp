@@ -8,6 +8,7 @@
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/output_delta.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {
@@ -19,9 +20,19 @@ at::Tensor with_sink(const at::Tensor& lse, const at::Tensor& sink) {
   return sink.defined() ? at::logaddexp(lse, sink) : lse;
 }
 
+std::string chosen_kernel(const SelectedInputs& in, SelectedWork work) {
+  return in.q.is_cpu()
+             ? describe_chosen_kernels(*element_type(in.q.scalar_type()))
+             : which_selected_kernel_cuda(in, work);
+}
+
 }  // namespace
 
 PartialAttention attend_selected(const SelectedInputs& in) {
+  const ProfilerRange range([&] {
+    return "kernel attend_selected, " +
+           chosen_kernel(in, SelectedWork::forward);
+  });
   const PartialAttention answer =
       in.q.is_cpu() ? attend_selected_cpu(in) : attend_selected_cuda(in);
   return {answer.out.to(in.q.scalar_type()), answer.lse};
@@ -31,6 +42,10 @@ SelectedGradients attend_selected_backward(const SelectedInputs& in,
                                            const at::Tensor& dout,
                                            const at::Tensor& out,
                                            const at::Tensor& lse) {
+  const ProfilerRange range([&] {
+    return "kernel attend_selected backward, " +
+           chosen_kernel(in, SelectedWork::backward);
+  });
   SelectedResult result;
   result.dout = dout.contiguous();
   result.lse = with_sink(lse, in.sink).contiguous();
@@ -48,6 +63,10 @@ SelectedGradients attend_selected_backward(const SelectedInputs& in,
 }
 
 at::Tensor selected_weights(const SelectedInputs& in, const at::Tensor& lse) {
+  const ProfilerRange range([&] {
+    return "kernel selected_weights, " +
+           chosen_kernel(in, SelectedWork::weights);
+  });
   const at::Tensor all = with_sink(lse, in.sink).contiguous();
   const at::Tensor weights = in.q.is_cpu() ? selected_weights_cpu(in, all)
                                            : selected_weights_cuda(in, all);

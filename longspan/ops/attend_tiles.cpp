@@ -8,6 +8,7 @@
 #include "longspan/kernels/levels/levels.h"
 #include "longspan/ops/attend_fused.h"
 #include "longspan/ops/output_delta.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/threads.h"
 #include "longspan/ops/token_arrays.h"
 
@@ -69,6 +70,8 @@ void attend_tiles(const AttentionInputs& inputs,
   PartialAttention& sums = running.sums();
   args.out = array_of<void*>(sums.out);
   args.lse = array_of<void*>(sums.lse);
+  const ProfilerRange range(
+      [&] { return "kernel attend, " + which_kernel(inputs, lines); });
   chosen_attention_kernels().forward(
       args, threads_for(multiplications(inputs, lines)));
 }
@@ -89,6 +92,8 @@ void attend_tiles_backward(const AttentionInputs& inputs,
   args.dq = array_of<void*>(gradients.dq.sums().out);
   args.dk = array_of<void*>(gradients.dk.sums().out);
   args.dv = array_of<void*>(gradients.dv.sums().out);
+  const ProfilerRange range(
+      [&] { return "kernel attend backward, " + which_kernel(inputs, lines); });
   chosen_attention_kernels().backward(
       args, threads_for(multiplications(inputs, lines)));
 }

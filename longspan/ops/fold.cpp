@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "longspan/ops/cuda_stream.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/token_arrays.h"
 
 namespace longspan {
@@ -66,6 +67,7 @@ bool fold_on_device(const PartialAttention* before,
   }
   const c10::OptionalDeviceGuard guard(into.out.device());
   if (why_not_fold_parts()) return false;
+  const ProfilerRange range([] { return "kernel fold, ampere"; });
   fold_parts(args, current_stream(into.out));
   return true;
 }

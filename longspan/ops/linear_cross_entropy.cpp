@@ -7,10 +7,12 @@
 #include <cmath>
 
 #include "longspan/core/detail/check.h"
+#include "longspan/kernels/levels/levels.h"
 #include "longspan/kernels/token_loss/token_loss.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/tensors.h"
 #include "longspan/ops/threads.h"
@@ -27,7 +29,7 @@ constexpr int64_t kHidden = 1, kWeight = 2, kBias = 4;
 /// Logits that exist at a time, in bytes. On a device their products run at
 /// full speed from some thousand tokens on; on the CPU from a hundred, and what
 /// fits a cache need not come back from memory.
-constexpr int64_t kDeviceTile = int64_t{2} << 30, kHostTile = int64_t{24} << 20;
+constexpr int64_t kDeviceTile = int64_t{2} << 30, kHostTile = int64_t{18} << 20;
 
 /// The arguments that both operators have.
 struct LossInputs {
@@ -276,6 +278,11 @@ class Sweep {
         .with_gradient = wanted_ != 0,
         .gradient = d.mutable_data_ptr(),
         .gradient_type = *element_type(d.scalar_type())};
+    const ProfilerRange range([&] {
+      return join("kernel token_losses, ",
+                  hidden_.is_cpu() ? chosen_attention_kernels().name : "ampere",
+                  ", tokens ", first, " to ", first + count - 1);
+    });
     if (hidden_.is_cpu()) {
       token_losses(args, threads_for(32 * count * weight_.size(0)));
       return;

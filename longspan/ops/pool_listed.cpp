@@ -10,6 +10,7 @@
 #include "longspan/ops/checks.h"
 #include "longspan/ops/cuda_stream.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/registering.h"
 #include "longspan/ops/threads.h"
 
@@ -123,6 +124,10 @@ bool has_pool_kernel(const at::Tensor& values) {
   return values.is_cpu() || (values.is_cuda() && !why_not_pool_listed());
 }
 
+std::string kernel_name(const char* work, const at::Tensor& values) {
+  return join("kernel ", work, values.is_cpu() ? ", cpu" : ", ampere");
+}
+
 struct PoolListedBackward {
   at::Tensor dout, dlse, values, gates;
   OptionalTensor bias;
@@ -166,6 +171,8 @@ struct PoolListedBackward {
             ? at::zeros({lists.size(0), lists.size(1), values.size(1)},
                         inputs.values.options())
             : at::Tensor();
+    const ProfilerRange range(
+        [&] { return kernel_name("pool_tokens backward", values); });
     inputs.with_type([&]<class T>(T) {
       const auto args = inputs.args<T>(pooled);
       const auto array = [](const at::Tensor& t) {
@@ -225,6 +232,8 @@ struct PoolListed {
                        inputs.values.options());
     };
     const Pooled pooled{empty(), empty()};
+    const ProfilerRange range(
+        [&] { return kernel_name("pool_tokens", values); });
     inputs.with_type([&]<class T>(T) {
       if (values.is_cpu()) {
         pool_listed(inputs.args<T>(pooled),

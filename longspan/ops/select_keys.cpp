@@ -6,6 +6,7 @@
 #include "longspan/ops/attend_selected/inputs.h"
 #include "longspan/ops/checks.h"
 #include "longspan/ops/partial_attention.h"
+#include "longspan/ops/profiler_range.h"
 #include "longspan/ops/select_keys/cpu.h"
 #include "longspan/ops/select_keys/cuda.h"
 #include "longspan/ops/select_keys/inputs.h"
@@ -13,8 +14,23 @@
 
 namespace longspan {
 
+namespace {
+
+std::string chosen_kernel(const IndexerInputs& in, int64_t slots,
+                          IndexerWork work) {
+  return in.q.is_cpu()
+             ? describe_chosen_kernels(*element_type(in.q.scalar_type()))
+             : which_indexer_kernel_cuda(in, slots, work);
+}
+
+}  // namespace
+
 Selection select_keys(const IndexerInputs& in, const KeyWindows& windows,
                       int64_t slots, bool with_scores) {
+  const ProfilerRange range([&] {
+    return "kernel select_keys, " +
+           chosen_kernel(in, slots, IndexerWork::select);
+  });
   const at::Tensor from = as_window(windows.begin, in.k.size(1));
   const at::Tensor to = as_window(windows.end, in.k.size(1));
   Selection found;
@@ -32,6 +48,10 @@ Selection select_keys(const IndexerInputs& in, const KeyWindows& windows,
 }
 
 at::Tensor score_selected(const IndexerInputs& in, const at::Tensor& indices) {
+  const ProfilerRange range([&] {
+    return "kernel score_selected, " +
+           chosen_kernel(in, indices.size(2), IndexerWork::score);
+  });
   const at::Tensor lists = as_slots(indices, in.k.size(1)).contiguous();
   return in.q.is_cpu() ? score_selected_cpu(in, lists)
                        : score_selected_cuda(in, lists);
@@ -40,6 +60,10 @@ at::Tensor score_selected(const IndexerInputs& in, const at::Tensor& indices) {
 IndexerGradients score_selected_backward(const IndexerInputs& in,
                                          const at::Tensor& indices,
                                          const at::Tensor& dscores) {
+  const ProfilerRange range([&] {
+    return "kernel score_selected backward, " +
+           chosen_kernel(in, indices.size(2), IndexerWork::score_backward);
+  });
   const at::Tensor lists = as_slots(indices.contiguous(), in.k.size(1));
   const at::Tensor g = dscores.contiguous();
   IndexerGradients sums = in.q.is_cpu()

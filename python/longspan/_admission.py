@@ -26,6 +26,7 @@ from longspan._twins import (
     quiet,
     strangers,
 )
+from longspan._walking import walked
 
 SKIPPED = "not proved (proof=False)"
 #: Of transformers, from and up to; see pyproject.toml.
@@ -158,10 +159,14 @@ def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:
 def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
     """That what is around the models of transformers leaves tokens alone. Wrappers of
     torch and peft do; others nobody has looked at."""
-    inside = {id(module) for part in found for module in part.modules()}
-    for name, module in model.named_modules():
+    if list(found) == [model]:
+        return
+    inside = {id(module) for part in found for _, module in walked(part)}
+    for name, module in walked(model):
+        if id(module) in inside:
+            continue
         home = type(module).__module__.split(".")[0]
-        if id(module) not in inside and home not in ("torch", "peft", "accelerate"):
+        if home not in ("torch", "peft", "accelerate"):
             held = kind_of(found[0]).__name__
             raise NotImplementedError(
                 f"parallelize: {f'{name!r} ' if name else ''}({type(module).__name__}) holds "

@@ -8,7 +8,7 @@ the same way. An image may lie across shares, and its features may all be needed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from longspan import _C
 from longspan._arguments import said
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._walking import walked
 from longspan.comm import exchange_needed
 
 
@@ -73,16 +74,18 @@ def is_tower(module: nn.Module, name: str) -> bool:
     return eyes is not None and name in eyes.towers
 
 
-def beside_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def beside_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module once, by name, but for towers and what is in them: those see whole
     pictures, and no tokens that could be cut."""
+    every = list(walked(model))
     towers = {
         child
-        for module in model.modules()
+        for _, module in every
+        if has_eyes(vars(module).get("config"))
         for name, child in module._modules.items()
         if child is not None and is_tower(module, name)
     }
-    yield from model.named_modules(memo=towers)
+    return list(walked(model, towers)) if towers else every
 
 
 def without_towers(config: Any) -> Any:

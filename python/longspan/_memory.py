@@ -313,7 +313,7 @@ def _tokens(ranges: Sequence[Any]) -> int:
 # ---- A loss in tiles, as longspan/ops/linear_cross_entropy.cpp makes it.
 
 #: Bytes of the logits of a tile, where nobody says how many tokens it has.
-_HOST_TILE, _DEVICE_TILE = 24 << 20, 2 << 30
+_HOST_TILE, _DEVICE_TILE = 18 << 20, 2 << 30
 
 
 def _loss_bytes(on_host: bool) -> Inside:

@@ -30,6 +30,7 @@ from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
+from longspan._walking import walked
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -571,7 +572,7 @@ def state_of(who: str, model: Any) -> Parallelized:
 
 def find_state(model: torch.nn.Module) -> Parallelized | None:
     """What `parallelize` noted about a model, or None."""
-    for module in model.modules():
+    for _, module in walked(model):
         state = vars(module).get(_MARK)
         if state is not None:
             assert isinstance(state, Parallelized)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch
 
-from longspan import _C
+from longspan import _C, _peaks
+from longspan._arguments import check_flags
 from longspan._group import Group, ranks_of
 from longspan._tables import aligned, html_table
 
 #: Steps that are remembered for a group, the last ones.
 _KEPT = 256
-_TITLES = ("step", "seconds", "tokens", "tokens/s", "sent", "waited", "peak memory")
+_TITLES = ("step", "seconds", "tokens", "tokens/s", "sent", "waited", "peak memory", "so far")
 
 _log = logging.getLogger("longspan")
 
@@ -36,6 +36,8 @@ class Step:
     sent_bytes: int
     waited: float  #: seconds that the host waited for other ranks
     peak_bytes: int  #: of this process so far: of the GPU where there is one, else of the host
+    #: Of this step; None where it raised no peak, and nobody asked for the peaks of steps.
+    step_peak_bytes: int | None
 
     def cells(self) -> tuple[str, ...]:
         rate = self.tokens / self.seconds if self.seconds else 0.0
@@ -46,7 +48,10 @@ class Step:
             f"{rate:,.0f}",
             f"{self.sent_bytes / 1e6:.1f} MB",
             f"{self.waited:.3f} s",
-            f"{self.peak_bytes / 1e9:.2f} GB",
+            f"<= {_gigabytes(self.peak_bytes)}"
+            if self.step_peak_bytes is None
+            else _gigabytes(self.step_peak_bytes),
+            _gigabytes(self.peak_bytes),
         )
 
 
@@ -77,6 +82,7 @@ class _Open:
     tokens: int = 0
     sent: int = 0
     waited: float = 0.0
+    peak: _peaks.Span | None = None
     count: int = 0
     ended: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -85,12 +91,21 @@ _lock = threading.Lock()
 _groups: dict[tuple[str, int], _Open] = {}
 
 
-def report(group: Any = None) -> Report:
+def report(group: Any = None, *, step_peaks: bool | None = None) -> Report:
     """What the last 256 steps of this rank took. A step ends with `sum_gradients`; tokens are
     those that `shard` cut for the group. With LONGSPAN_LOG=info in the environment rank 0 writes
-    a line to standard error after each."""
+    a line to standard error after each.
+
+    There is one peak of memory for all who ask torch (or the system, without a GPU), and only a
+    step that raises it shows its own. ``step_peaks=True`` begins a new one with every step from
+    now on, for this process: `torch.cuda.max_memory_allocated` is then that of the step. False
+    ends that."""
     ranks = ranks_of(group)
+    if step_peaks is not None:
+        check_flags("report", step_peaks=step_peaks)
     with _lock:
+        if step_peaks is not None:
+            _peaks.renew("report", step_peaks)
         found = _groups.get(_key(ranks))
         steps = () if found is None else tuple(found.ended)
     return Report(repr(ranks), steps)
@@ -104,6 +119,7 @@ def note_tokens(group: Group, cut: _C.Cut) -> None:
         if found.began == 0.0:
             found.began = time.monotonic()
             found.sent, found.waited = group.sent_bytes, group.waited
+            found.peak = _peaks.Span()
         found.tokens += tokens
 
 
@@ -112,19 +128,22 @@ def note_step(group: Group) -> None:
     now = time.monotonic()
     with _lock:
         found = _found(group)
-        if found.began == 0.0:  # nothing was cut here
+        if found.began == 0.0 or found.peak is None:  # nothing was cut here
             return
+        peak = found.peak.end()
         step = Step(
             step=found.count,
             seconds=now - found.began,
             tokens=found.tokens,
             sent_bytes=group.sent_bytes - found.sent,
             waited=group.waited - found.waited,
-            peak_bytes=_peak(),
+            peak_bytes=peak.so_far,
+            step_peak_bytes=peak.of_span,
         )
         found.ended.append(step)
         found.began, found.tokens = now, 0
         found.sent, found.waited = group.sent_bytes, group.waited
+        found.peak = _peaks.Span()
         found.count += 1
     if group.rank() == 0 and _wants_lines():
         named = zip(_TITLES, step.cells(), strict=True)
@@ -152,16 +171,8 @@ def _is_alive(name: str) -> bool:
     return False
 
 
-def _peak() -> int:
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        return int(cuda.max_memory_allocated())
-    with contextlib.suppress(ImportError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return 0
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
 
 
 def _wants_lines() -> bool:

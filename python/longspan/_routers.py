@@ -23,6 +23,7 @@ from longspan._arguments import check_kind, said
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._models import LocalAttention, Parallelized
+from longspan._walking import walked
 from longspan.comm import all_gather_tokens
 
 if TYPE_CHECKING:
@@ -223,13 +224,14 @@ def _makes_loss(part: PreTrainedModel) -> bool:
 def _routers(part: PreTrainedModel) -> list[_Router]:
     """The modules that record router logits, in the order of the model."""
     recorded: Any = None
-    for module in part.modules():
+    every = list(walked(part))
+    for _, module in every:
         recorders = getattr(type(module), "_can_record_outputs", None) or {}
         recorded = recorded or recorders.get("router_logits")
     if recorded is None:
         return []
     found = []
-    for name, module in part.named_modules():
+    for name, module in every:
         for one in recorded if isinstance(recorded, list) else [recorded]:
             target: Any = getattr(one, "target_class", one)
             if isinstance(module, target) and (getattr(one, "layer_name", None) or "") in name:

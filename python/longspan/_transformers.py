@@ -30,6 +30,7 @@ from longspan._recipes.recipe import check_no_dropout, not_sharded
 from longspan._remarks import remark_on_missing_count, remark_on_own_mean
 from longspan._steps import MARK
 from longspan._twins import fingerprint, named_kinds
+from longspan._walking import walked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +115,8 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
         _check_model(part)
         _check_rotation(part)
     carried = [name for name, _, recipe in recipes_in(model) if recipe.carries]
-    for name, module in beside_towers(model):
+    every = beside_towers(model)
+    for name, module in every:
         if name.rpartition(".")[0] in carried:
             continue  # a recipe answers for it
         if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
@@ -123,7 +125,7 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
                 f"which cutting the tokens would change"
             )
     layers = []
-    for name, module in beside_towers(model):
+    for name, module in every:
         recipe = recipe_for(module)
         if recipe is not None and recipe.layer is not None and recipe.carries:
             layers.append(recipe.layer(name, module))
@@ -144,22 +146,25 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
 def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The object itself, and the transformers models and wrappers inside that
     callers may hold on to."""
+    kind = _pretrained_class()
     inside = [
         module
-        for module in model.modules()
-        if module is not model and (_is_pretrained(module) or hasattr(module, "generate"))
+        for _, module in walked(model)
+        if module is not model and (isinstance(module, kind) or hasattr(module, "generate"))
     ]
     return [model, *inside]
 
 
 def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The models of transformers in it that are in no other one."""
+    if isinstance(model, _pretrained_class()):
+        return [model]
     found: list[PreTrainedModel] = []
     inside: set[int] = set()
     for part in _pretrained(model):
         if id(part) not in inside:
             found.append(part)
-            inside |= {id(module) for module in part.modules()}
+            inside |= {id(module) for _, module in walked(part)}
     return found
 
 
@@ -205,9 +210,10 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
-    redirect_images(_pretrained(model), state)
+    parts = list(_pretrained(model))
+    redirect_images(parts, state)
     _tiles.redirect(whole_models(model), state)
-    for part in _pretrained(model):
+    for part in parts:
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
         if has_loss(part) and state.group.size() > 1:
             state.look_after(part, _look_at_logits)
@@ -395,7 +401,7 @@ def _builds_windows(kind: Any) -> bool:
 def first_position(model: torch.nn.Module) -> int:
     """The position of a document's first token: RoBERTa and its kin count from behind
     the padding index of their table of positions."""
-    for module in model.modules():
+    for _, module in walked(model):
         table = module._modules.get("position_embeddings")
         if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
             return table.padding_idx + 1
@@ -404,7 +410,7 @@ def first_position(model: torch.nn.Module) -> int:
 
 def is_attention(module: Any) -> bool:
     """Whether it is an attention layer of transformers."""
-    return hasattr(module, "is_causal") and _is_config(vars(module).get("config"))
+    return _is_config(vars(module).get("config")) and hasattr(module, "is_causal")
 
 
 def is_redirected(module: Any) -> bool:
@@ -412,23 +418,28 @@ def is_redirected(module: Any) -> bool:
     return getattr(module.config, "_attn_implementation", None) == _NAME
 
 
-def _is_config(value: Any) -> bool:
+@functools.cache  # transformers looks for its names anew each time
+def _config_class() -> Any:
     from transformers import PreTrainedConfig
 
-    return isinstance(value, PreTrainedConfig)
+    return PreTrainedConfig
 
 
-def _is_pretrained(module: Any) -> bool:
-    from transformers import PreTrainedModel
+@functools.cache
+def _pretrained_class() -> Any:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return ()  # nothing is one
+    return PreTrainedModel
 
-    return isinstance(module, PreTrainedModel)
+
+def _is_config(value: Any) -> bool:
+    return value is not None and isinstance(value, _config_class())
 
 
 def _pretrained(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return
+    kind = _pretrained_class()
     for _, module in beside_towers(model):
-        if _is_pretrained(module):
-            yield module  # type: ignore[misc]
+        if isinstance(module, kind):
+            yield module

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan._images import is_tower, without_towers
 from longspan._shrinking import depth, shrunk
+from longspan._walking import walked
 
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
@@ -125,13 +126,13 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
 
 def has_own_forwards(model: nn.Module) -> bool:
     """Whether somebody put a forward into a module inside."""
-    return any("forward" in vars(module) for module in model.modules() if module is not model)
+    return any("forward" in vars(module) for name, module in walked(model) if name)
 
 
 def named_kinds(model: nn.Module) -> dict[str, str]:
     """The class of every module by its name, and who put a forward into it."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in walked(model):
         own = vars(module).get("forward")
         swapped = f" with the forward {getattr(own, '__qualname__', own)}" if own and name else ""
         kind = kind_of(module)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import longspan
 from longspan import Group, Ownership, run_ranks
+from longspan._walking import walked
 from longspan.values import LocalBatch
 
 pytest.importorskip("transformers")
@@ -560,3 +561,12 @@ def test_seq_idx_says_where_documents_lie() -> None:
         lengths(seq_idx=numbers[:, 1:])
     with pytest.raises(TypeError, match="`seq_idx` is a list; expected a tensor"):
         lengths(seq_idx=[0, 1])
+
+
+def test_walking_is_named_modules() -> None:
+    shared = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = torch.nn.ModuleDict({"a": shared, "b": torch.nn.ModuleList([shared, decoder("llama")])})
+    model.register_module("none", None)
+    assert list(walked(model)) == list(model.named_modules())
+    inner = model["b"][1].model
+    assert list(walked(model, {inner})) == list(model.named_modules(memo={inner}))

@@ -199,14 +199,15 @@ def test_one_graph_for_changing_lengths(layer: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_layers_send_a_fraction_of_what_they_read(ranks: int, layout: str) -> None:
     """DeepSeek-V4-Flash with 1024 tokens a rank, bfloat16: against all rows of keys, all
     pools and, where windows overlap, the float32 tensors that pools are made of."""
     here, key, index_key = 1024, 512, 128
     owners = getattr(Ownership, layout)(here * ranks, ranks)
     attention = longspan.AttentionLayout(owners)
-    bounds = {None: 8, 4: 20, 128: 8}
+    # Two ranks: docs/models.md shows that none can send less than 127 rows and 8 pools.
+    bounds = {None: 8, 4: 20, 128: 1032 / 135 if ranks == 2 else 8}
 
     def body(group: Group) -> dict[int | None, float]:
         found = {}
@@ -239,27 +240,13 @@ def test_restore_undoes_it() -> None:
 def test_a_refused_model_stays_as_it_was() -> None:
     """The last layer is to blame, when the others have been redirected."""
     model = decoder(V4)
-    model.model.layers[3].self_attn.compressor.indexer.index_topk = 0
+    attention = model.model.layers[3].self_attn
+    attention.forward = attention.forward
     before = {id(m): dict(vars(m)) for m in model.modules()}
-    message = "'model.layers.3.self_attn.compressor.indexer' selects 0 pools"
-    with pytest.raises(ValueError, match=message):
+    message = "`forward` of 'model.layers.3.self_attn' was replaced already"
+    with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(model)
     assert {id(m): dict(vars(m)) for m in model.modules()} == before
-
-
-def test_seams_that_are_taken() -> None:
-    model = decoder(V4)
-    attention = model.model.layers[1].self_attn
-    attention.forward = attention.forward
-    with pytest.raises(NotImplementedError, match=r"`forward` of 'model.layers.1.self_attn'"):
-        longspan.parallelize(model)
-
-
-def test_ratios_that_leave_no_pool() -> None:
-    model = decoder(V4)
-    model.model.layers[2].self_attn.compressor.compress_rate = 0
-    with pytest.raises(ValueError, match=r"layers.2.self_attn.compressor' makes pools of 0 tokens"):
-        longspan.parallelize(model)
 
 
 def test_embeddings_have_no_ids_for_hash_routing() -> None:

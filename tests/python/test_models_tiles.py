@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan import Group, run_ranks
+from longspan import Group, _tiles, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -184,15 +184,57 @@ def test_bad_wishes(given: dict[str, Any], said: str) -> None:
         longspan.parallelize(decoder("llama"), **given)
 
 
-def test_offload_wants_checkpoints_and_does_nothing_on_the_host() -> None:
+def test_offload_wants_checkpoints() -> None:
     model = longspan.parallelize(decoder("llama").train(), offload="hidden")
     local = longspan.shard(packed([7, 5]).batch, model=model)
     with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
         model(**local)
-    model.gradient_checkpointing_enable()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(**local).loss.backward()
+
+
+ON_CUDA = [
+    pytest.param(family, "cuda", reentrant, marks=pytest.mark.cuda)
+    for family in ("llama", "gemma4", "deepseek_v4", "mixtral")
+    for reentrant in (False, True)
+    # Reentrant checkpoints lose the gradient of shared keys by themselves.
+    if not (family == "gemma4" and reentrant)
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "reentrant"), [("llama", "cpu", False), ("llama", "cpu", True), *ON_CUDA]
+)
+def test_offload_changes_no_gradient(family: str, device: str, reentrant: bool) -> None:
+    model = decoder(family).train().to(device)
+    batch = {key: value.to(device) for key, value in packed([9, 14]).batch.items()}
+    found = []
+    for offload in (None, "hidden"):
+        mine = longspan.parallelize(copy.deepcopy(model), offload=offload, mlp_tile=5)
+        mine.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        local = longspan.shard(batch, model=mine)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):  # the second adds up
+                mine(**local).loss.backward()
+        found.append(gradients_of(mine))
+    plain, away = found
+    assert plain.keys() == away.keys() and len(plain) > 4
+    for name, gradient in plain.items():
+        torch.testing.assert_close(away[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_offload_does_nothing_on_the_host_and_says_so_once() -> None:
+    _tiles._say_once.cache_clear()
+    for expected in (1, 0):
+        model = longspan.parallelize(decoder("llama").train(), offload="hidden")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        local = longspan.shard(packed([7, 5]).batch, model=model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(**local).loss.backward()
+            model(**local).loss.backward()
+        about = [str(one.message) for one in said if "offload" in str(one.message)]
+        assert len(about) == expected
+        assert all("does nothing here: the tensors are on the host already" in a for a in about)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import longspan
-from longspan import Group, run_ranks
+from longspan import Group, dsa, run_ranks
 
 OWNERS = longspan.Ownership.head_tail(32, 4)
 
@@ -51,6 +55,41 @@ def test_steps_and_waits_have_names() -> None:
     assert {"gathered 1/2, own keys", "gathered 2/2, keys from 0, 2, 3"} <= names_of("gathered")
 
 
+def ranges_of(step: Callable[[], object]) -> set[str]:
+    """Those of kernels, on one rank."""
+    with torch.autograd.profiler.profile() as profile:
+        step()
+    return {event.name for event in profile.function_events if event.name.startswith("kernel ")}
+
+
+def test_kernels_have_names() -> None:
+    q = torch.randn(8, 4, 16, requires_grad=True)
+    level = longspan.which_kernel(q, q, q)
+    found = ranges_of(lambda: longspan.attend(q, q, q).sum().backward())
+    assert found == {f"kernel attend, {level}", f"kernel attend backward, {level}"}
+
+    rows = torch.randn(8, 16, requires_grad=True)
+    lists = torch.zeros(8, 3, dtype=torch.int32)
+    found = ranges_of(
+        lambda: dsa.attend_selected(q, rows, lists, scale=1.0, value_dim=16).sum().backward()
+    )
+    assert found == {
+        f"kernel attend_selected, {level}",
+        f"kernel attend_selected backward, {level}",
+    }
+
+    found = ranges_of(lambda: dsa.select_keys(q, rows, torch.ones(8, 4), slots=3))
+    assert found == {f"kernel select_keys, {level}"}
+
+
+def test_tiles_of_the_loss_have_names() -> None:
+    hidden = torch.randn(40, 8, requires_grad=True)
+    weight, labels = torch.randn(64, 8), torch.zeros(40, dtype=torch.long)
+    found = ranges_of(lambda: longspan.linear_cross_entropy(hidden, weight, labels, tile=16))
+    named = sorted(name.partition("tokens ")[2] for name in found)
+    assert named == ["0 to 15", "16 to 31", "32 to 39"]
+
+
 def steps(group: Group, count: int) -> None:
     model = torch.nn.Embedding(64, 1)
     ids = torch.arange(64).view(2, 32)
@@ -82,6 +121,105 @@ def test_a_report_counts_steps(ranks: int) -> None:
         assert lines[1].split()[:4] == ["step", "seconds", "tokens", "tokens/s"]
         assert len(lines) == 2 + len(said.steps)
         assert ElementTree.fromstring(said._repr_html_()).findtext("caption") == lines[0]
+
+
+@pytest.fixture
+def step_peaks() -> Iterator[None]:
+    gc.collect()  # so that no step gives back what others had
+    longspan.report(step_peaks=True)
+    yield
+    longspan.report(step_peaks=False)
+
+
+def needing(megabytes: Sequence[int], group: Group) -> Sequence[longspan._reporting.Step]:
+    """Steps that have so much more than the least of them."""
+    model = torch.nn.Embedding(64, 1)
+    for size in megabytes:
+        local = longspan.shard({"input_ids": torch.arange(64).view(2, 32)}, group)
+        torch.ones(size << 18)
+        model(local["input_ids"]).sum().backward()
+        longspan.sum_gradients(model, group)
+        model.zero_grad()
+    return longspan.report(group).steps[-len(megabytes) :]
+
+
+def test_every_step_has_a_peak_of_its_own(step_peaks: None) -> None:
+    steps(Group(), 1)
+    small, large, again = needing([1, 200, 1], Group())
+    peaks = [step.step_peak_bytes for step in (small, large, again)]
+    assert None not in peaks
+    assert peaks[1] - peaks[0] > 100e6
+    assert peaks[1] - peaks[2] > 100e6
+    assert large.peak_bytes == again.peak_bytes >= peaks[1]
+    assert again.cells()[6:] == (f"{peaks[2] / 1e9:.2f} GB", f"{large.peak_bytes / 1e9:.2f} GB")
+
+
+def test_spans_do_not_take_peaks_from_each_other(step_peaks: None) -> None:
+    """Ranks that are threads begin steps while others are inside of theirs."""
+    torch.ones(300 << 18)  # no span here raises the peak of the process
+    outer = longspan._peaks.Span()
+    torch.ones(200 << 18)
+    inner = longspan._peaks.Span()
+    short, long = inner.end().of_span, outer.end().of_span
+    assert short is not None and long is not None
+    assert long - short > 100e6
+
+
+def test_a_step_that_raises_no_peak_says_at_most() -> None:
+    step = longspan._reporting.Step(0, 1.0, 64, 0, 0.0, 3_000_000_000, None)
+    assert step.cells()[6:] == ("<= 3.00 GB", "3.00 GB")
+    known = replace(step, step_peak_bytes=2_500_000_000)
+    assert known.cells()[6:] == ("2.50 GB", "3.00 GB")
+
+
+class Device:
+    """Stands for torch.cuda: what is allocated, and the one counter of its peak."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.resets = 0
+
+    def allocate(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def reset(self) -> None:
+        self.peak, self.resets = self.now, self.resets + 1
+
+
+def test_the_counter_of_a_device_is_left_alone_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: device.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", device.reset)
+    monkeypatch.setattr(longspan._peaks, "_so_far", {})
+
+    def span(size: int) -> tuple[int, int | None]:
+        one = longspan._peaks.Span()
+        device.allocate(size)
+        device.allocate(-size)
+        return one.end()
+
+    assert [span(size) for size in (5, 3, 7)] == [(5, 5), (5, None), (7, 7)]
+    assert device.resets == 0 and device.peak == 7
+    longspan._peaks.renew("test", True)
+    try:
+        assert [span(size) for size in (5, 3, 9, 2)] == [(7, 5), (7, 3), (9, 9), (9, 2)]
+        assert device.resets > 0
+    finally:
+        longspan._peaks.renew("test", False)
+    resets = device.resets
+    assert span(4) == (9, None) and device.resets == resets
+
+
+def test_peaks_that_cannot_be_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(longspan._peaks, "_CLEAR", tmp_path / "none" / "clear_refs")
+    with pytest.raises(RuntimeError, match="report: the peak memory of a step is not known here"):
+        longspan.report(step_peaks=True)
+    with pytest.raises(TypeError, match="report: `step_peaks` is an int; expected True or False"):
+        longspan.report(step_peaks=1)
 
 
 def test_groups_that_are_gone_leave_nothing() -> None:

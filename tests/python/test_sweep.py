@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from sweep.__main__ import no_longer_right, page
 from sweep.families import SAMPLE, Family, families
 from sweep.judging import Verdict, count, judge
 
@@ -61,3 +62,18 @@ def test_a_judge_who_sees_nothing_wrong_is_no_judge(monkeypatch: pytest.MonkeyPa
     )
     assert verdict.word == "wrong", str(verdict)
     assert count([verdict, Verdict("x", "right")], "wrong") == 1
+
+
+def test_what_was_right_is_missed() -> None:
+    """A page tells the next sweep what it may not lose, be it refused or gone wrong."""
+    before = page(
+        [Verdict("a", "right", "1e-15"), Verdict("b, c", "right"), Verdict("d", "refused")], 3
+    )
+    now = [
+        Verdict("a", "refused"),
+        Verdict("b, c", "wrong"),
+        Verdict("d", "refused"),
+        Verdict("e", "wrong"),
+    ]
+    assert [one.name for one in no_longer_right(now, before)] == ["a", "b, c"]
+    assert no_longer_right([Verdict("a", "right")], before) == []

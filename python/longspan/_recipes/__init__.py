@@ -10,6 +10,7 @@ import torch
 
 from longspan._recipes import deepseek_v4, selected_keys, states
 from longspan._recipes.recipe import Recipe, class_names
+from longspan._walking import walked
 
 __all__ = ["RECIPES", "Recipe", "recipe_for", "recipes_in"]
 
@@ -34,7 +35,7 @@ def _recipe_of(kind: Any) -> Recipe | None:
 
 def recipes_in(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Recipe]]:
     """Every module that a recipe answers for, by its name."""
-    for name, module in model.named_modules():
+    for name, module in walked(model):
         recipe = recipe_for(module)
         if recipe is not None:
             yield name, module, recipe

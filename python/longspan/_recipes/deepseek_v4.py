@@ -161,10 +161,21 @@ def _check_call(module: Any, past_key_values: Any) -> None:
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:
+    """Raises where a configuration leaves no pools to make or to choose."""
     compressor = module.compressor
     pools = Pooling()
     if compressor is not None:
+        if compressor.compress_rate < 1:
+            raise ValueError(
+                f"parallelize: '{name}.compressor' makes pools of {compressor.compress_rate} "
+                f"tokens (compress_rates); expected at least 1"
+            )
         indexer = getattr(compressor, "indexer", None)
+        if indexer is not None and indexer.index_topk < 1:
+            raise ValueError(
+                f"parallelize: '{name}.compressor.indexer' selects {indexer.index_topk} pools "
+                f"(index_topk); expected at least 1"
+            )
         selects = indexer and Selection(indexer.index_topk, indexer.num_heads, indexer.head_dim)
         pools = Pooling(compressor.compress_rate, _overlaps(compressor), selects or None)
     return AttentionLayer(
@@ -184,17 +195,6 @@ def _redirect(name: str, module: Any, state: Parallelized) -> None:
         raise NotImplementedError(
             f"parallelize: `forward` of '{name}' was replaced already, so what it does is not "
             f"known; put the family's own back first"
-        )
-    pools = _layer(name, module).pools
-    if pools is not None and pools.selects is not None and pools.selects.slots < 1:
-        raise ValueError(
-            f"parallelize: '{name}.compressor.indexer' selects {pools.selects.slots} pools "
-            f"(index_topk); expected at least 1"
-        )
-    if pools is not None and pools.ratio is not None and pools.ratio < 1:
-        raise ValueError(
-            f"parallelize: '{name}.compressor' makes pools of {pools.ratio} tokens "
-            f"(compress_rates); expected at least 1"
         )
     state.replace(module, "forward", functools.partial(_forward, module))
 

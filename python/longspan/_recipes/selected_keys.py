@@ -199,23 +199,22 @@ def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> No
             f"carry one; train its adapters without"
         )
     state.replace(module, "expand_kv", _rows)
-    if module.indexer is None:
-        if module.layer_idx == 0:
-            raise ValueError(
-                f"parallelize: '{name}' takes over a selection, but no layer comes before it; the "
-                f"first of indexer_types is 'full'"
-            )
-    else:
-        slots = module.indexer.index_topk
-        if slots < 1:
-            raise ValueError(
-                f"parallelize: '{name}.indexer' selects {slots} keys (index_topk); expected at "
-                f"least 1"
-            )
+    if module.indexer is not None:
         state.replace(module.indexer, "forward", functools.partial(_select, form, module.indexer))
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:
+    """Raises where a configuration leaves nothing to select."""
+    if module.indexer is None and module.layer_idx == 0:
+        raise ValueError(
+            f"parallelize: '{name}' takes over a selection, but no layer comes before it; the "
+            f"first of indexer_types is 'full'"
+        )
+    if module.indexer is not None and module.indexer.index_topk < 1:
+        raise ValueError(
+            f"parallelize: '{name}.indexer' selects {module.indexer.index_topk} keys "
+            f"(index_topk); expected at least 1"
+        )
     row = module.kv_lora_rank + module.qk_rope_head_dim
     config = module.config
     return AttentionLayer(

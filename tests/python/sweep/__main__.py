@@ -1,10 +1,11 @@
-"""python -m sweep [--only TEXT] [--jobs N] [--page docs/families.md]: judges every causal
-family of the installed transformers, and writes the table as a page."""
+"""python -m sweep [--only TEXT] [--jobs N] [--page docs/families.md] [--was PAGE]: judges every
+causal family of the installed transformers, and writes the table as a page."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -57,11 +58,18 @@ def page(verdicts: list[Verdict], named: int) -> str:
     return text
 
 
+def no_longer_right(verdicts: list[Verdict], before: str) -> list[Verdict]:
+    """Of families that were right on an earlier page."""
+    was = set(re.findall(r"^\| (\S[^|]*) \| right \|", before, re.MULTILINE))
+    return [one for one in verdicts if one.name in was and one.word != "right"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="families whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--page", type=pathlib.Path)
+    parser.add_argument("--was", type=pathlib.Path, help="a page whose right ones must be right")
     options = parser.parse_args()
     wanted = [family for family in families() if options.only in family.name]
     begin = time.monotonic()
@@ -78,7 +86,10 @@ def main() -> int:
     print(f"{time.monotonic() - begin:.0f} s")
     if options.page and not options.only:
         options.page.write_text(page(verdicts, named))
-    return 1 if any(v.word in ("late", "wrong", "crashed") for v in verdicts) else 0
+    lost = no_longer_right(verdicts, options.was.read_text()) if options.was else []
+    for one in lost:
+        print(f"was right: {one}")
+    return 1 if lost or any(v.word in ("late", "wrong", "crashed") for v in verdicts) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""Bad input of models: every rank says the same, in our words, before anything is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan import Group, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle.tiny_decoders import decoder, packed
+
+BATCH = packed([17, 5]).batch
+Change = Callable[[Any], None]
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family with options, what is done to a model after `parallelize`, what is added
+    to the batch, and what then is said; with `by_shard` not before the batch is there, and
+    with `when_equal` not before ranks know that theirs are equal."""
+
+    family: str
+    message: str
+    options: dict[str, Any] = field(default_factory=dict)
+    after: Change = _nothing
+    batch: dict[str, Any] = field(default_factory=dict)
+    layout: Any = None
+    by_shard: bool = True
+    when_equal: bool = False
+
+
+def at_once(family: str, message: str, **options: Any) -> Refused:
+    return Refused(family, message, options, by_shard=False)
+
+
+def swap_mlp(model: Any) -> None:
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp)
+
+
+def adapt(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def set_routers(model: Any) -> None:
+    model.config.output_router_logits = True
+
+
+V4_RATES = {"compressed_sparse_attention": 0, "heavily_compressed_attention": 8}
+CASES = {
+    "no keys selected": at_once(
+        "glm_moe_dsa", "'model.layers.0.self_attn.indexer' selects 0 keys", index_topk=0
+    ),
+    "fewer than none": at_once(
+        "deepseek_v32", "'model.layers.0.self_attn.indexer' selects -1 keys", index_topk=-1
+    ),
+    "no pools selected": at_once(
+        "deepseek_v4",
+        "'model.layers.1.self_attn.compressor.indexer' selects 0 pools",
+        index_topk=0,
+    ),
+    "the first layer shares": at_once(
+        "glm_moe_dsa",
+        "'model.layers.0.self_attn' takes over a selection, but no layer comes before it",
+        indexer_types=["shared", "full", "shared"],
+    ),
+    "no pools": at_once(
+        "deepseek_v4",
+        "'model.layers.1.self_attn.compressor' makes pools of 0 tokens",
+        compress_rates=V4_RATES,
+    ),
+    "groups in text": Refused(
+        "llama",
+        "`mm_token_type_ids` names images, but LlamaForCausalLM has no groups of tokens",
+        batch={"mm_token_type_ids": torch.ones(1, 22, dtype=torch.long)},
+    ),
+    "groups of another length": Refused(
+        "gemma4",
+        "`mm_token_type_ids` is int64 [1, 21]; expected 1 rows of 22 tokens",
+        batch={"mm_token_type_ids": torch.ones(1, 21, dtype=torch.long)},
+    ),
+    "embeddings without ids": Refused(
+        "deepseek_v4",
+        "'model.layers.0.mlp.gate' chooses experts by token id",
+        batch={
+            "input_ids": None,
+            "inputs_embeds": torch.ones(1, 22, 32, dtype=torch.float64),
+        },
+    ),
+    "routers without experts": Refused(
+        "llama",
+        "output_router_logits is set, but LlamaForCausalLM",
+        batch={"output_router_logits": True},
+    ),
+    "routers in the configuration": Refused(
+        "llama", "output_router_logits is set, but LlamaForCausalLM", after=set_routers
+    ),
+    "wants a cache": Refused("llama", "got `use_cache`: a cache holds", batch={"use_cache": True}),
+    "has a cache": Refused(
+        "llama", "got `past_key_values`: a cache holds", batch={"past_key_values": ()}
+    ),
+    "an ownership of other tokens": Refused(
+        "deepseek_v4",
+        "the ownership has 16 tokens",
+        layout=longspan.Ownership.contiguous(16, 2),
+        when_equal=True,
+    ),
+    "an ownership of other ranks": Refused(
+        "deepseek_v4",
+        "the ownership has 3 ranks, the group 2",
+        layout=longspan.Ownership.contiguous(24, 3),
+    ),
+    "a module swapped": Refused(
+        "llama", "'model.layers.1.mlp' of LlamaForCausalLM was LlamaMLP when", after=swap_mlp
+    ),
+    "adapters added": Refused(
+        "llama", "'model.layers.0.self_attn.q_proj' of LlamaForCausalLM was Linear", after=adapt
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_says_so_before_anything_is_sent(name: str) -> None:
+    case = CASES[name]
+
+    def body(group: Group) -> str:
+        model = decoder(case.family, **case.options)
+        sent = group.sent_bytes
+        if not case.by_shard:
+            with pytest.raises((ValueError, NotImplementedError)) as raised:
+                longspan.parallelize(model, group)
+        else:
+            longspan.parallelize(model, group)
+            case.after(model)
+            batch = {key: value for key, value in (BATCH | case.batch).items() if value is not None}
+            sent = group.sent_bytes
+            with pytest.raises((ValueError, NotImplementedError)) as raised:
+                longspan.shard(batch, group, model=model, layout=case.layout)
+        assert case.when_equal or group.sent_bytes == sent
+        return str(raised.value)
+
+    for said in run_ranks(2, body):
+        who = "shard" if case.by_shard else "parallelize"
+        assert re.match(f"{who}: {re.escape(case.message)}", said), said
