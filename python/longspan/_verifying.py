@@ -332,6 +332,7 @@ def _drawn_runs(
         made.kernel - 1,
         made.channels * dtype.itemsize,
         *made.bytes_of_state(made.itemsize(dtype)),
+        made.way(cut.ownership, masks, len(cut.packings)),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import longspan
 from longspan import Group, Ownership, run_ranks
 from longspan._local_batch import KEYWORD
+from longspan._models import Recurrence
 
 pytest.importorskip("transformers")
 
@@ -172,6 +173,20 @@ def test_it_sends_what_explain_says(family: str) -> None:
 
     strategies = run_ranks(3, body)[0]
     assert strategies[0] == ("borders" if family == "lfm2" else "borders and states")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba"])
+def test_heavy_states_go_in_rounds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight runs of one document: 3 exchanges, the same answers, and the bytes that it said."""
+    monkeypatch.setattr(Recurrence, "pair", (1 << 20, 1 << 20, 1))
+    exactly(family, "long", 4, layout="head-tail")
+
+    def body(group: Group) -> int:
+        model = longspan.parallelize(decoder(family), group, proof=False, layout="head-tail")
+        said, _ = sends_what_it_says(model, LONG["long"].batch, group)
+        return next(cost.steps for cost in said.layers if cost.layer.recurrence)
+
+    assert run_ranks(4, body) == [3] * 4
 
 
 @pytest.mark.parametrize("family", KINDS)

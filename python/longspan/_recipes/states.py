@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
-from longspan._models import AttentionLayer, LocalAttention, Parallelized, Recurrence
+from longspan._models import AttentionLayer, LocalAttention, Pair, Parallelized, Recurrence
 from longspan._rebinding import CannotRebind, named_in, rebound
 from longspan._recipes.recipe import Recipe, not_sharded
 from longspan._scans import Scans
@@ -124,6 +124,7 @@ def _delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     is_kernel: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """In place of `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: [B, L, H, D]
@@ -133,7 +134,7 @@ def _delta_rule(
     of K numbers. A run that goes on with a document learns both beside its own answer:
     K more channels of values, all zero, over the identity as the state that comes in."""
     local: LocalAttention = options[KEYWORD]
-    scans = local.scans(chunk_size)
+    scans = local.scans(chunk_size, pair)
     dtype, heads = query.dtype, value.shape[2]
     keys, values = key.shape[-1], value.shape[-1]
     if not is_kernel:
@@ -205,6 +206,7 @@ def _mamba2_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> torch.Tensor:
     """In place of `mamba2_chunk_scan`: [B, L, H, P] of this rank's tokens.
@@ -212,7 +214,7 @@ def _mamba2_scan(
     A state [P, N] shrinks by one number a head on its way, and a token reads what is left
     of it by its row of C."""
     local: LocalAttention = options[KEYWORD]
-    scans = local.scans(chunk_size)
+    scans = local.scans(chunk_size, pair)
     # Steps of time as the function makes them, so that pads can have none.
     steps = dt.to(_wide(dt.dtype))
     if dt_bias is not None:
@@ -282,13 +284,14 @@ def _selective_scan(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     is_kernel: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> torch.Tensor:
     """In place of `mamba_selective_scan`: [B, C, L] of this rank's tokens.
 
     A state has N numbers for each channel, which shrink one by one."""
     local: LocalAttention = options.pop(KEYWORD)
-    scans = local.scans(_SELECTIVE_CHUNK)
+    scans = local.scans(_SELECTIVE_CHUNK, pair)
     steps = dt.to(_wide(dt.dtype))
     if delta_bias is not None:
         steps = steps + delta_bias.to(steps.dtype).unsqueeze(-1)
@@ -443,9 +446,10 @@ def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
             f"known; put the family's own back first"
         )
     kind = kind_of(module)
+    pair = form.recurrence(module).pair
     try:
         table: dict[str, Function] = {
-            seam: functools.partial(ours, own, is_kernel=_is_kernel(own))
+            seam: functools.partial(ours, own, is_kernel=_is_kernel(own), pair=pair)
             for seam, ours, own in (
                 (seam, ours, named_in(kind.forward, seam)) for seam, ours in form.table.items()
             )
