@@ -20,8 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -374,25 +373,29 @@ def _forward(module: Any, own: Function, *arguments: Any, **options: Any) -> Any
         return own(module, *arguments, **options)
 
 
-def _with_keyword(
-    table: Mapping[str, Function], module: Any, *arguments: Any, **options: Any
-) -> Any:
-    """A layer's own forward, whose functions are not handed its keyword arguments: they are
-    given ours."""
-    local = {KEYWORD: options[KEYWORD]}
-    names = {name: functools.partial(function, **local) for name, function in table.items()}
-    return rebound(kind_of(module).forward, names)(module, *arguments, **options)
+class _Handing:
+    """A forward that does not hand its keyword arguments on to the functions that it calls:
+    while it runs, those find our batch here. One for each layer, so for each rank, and for
+    each copy of a layer."""
 
+    def __init__(self, forward: Function, table: dict[str, Function]) -> None:
+        self._forward, self._table = forward, table
+        self._local: LocalAttention | None = None
+        names = {name: functools.partial(self._given, ours) for name, ours in table.items()}
+        self._own = rebound(forward, names)
 
-_disabling = threading.Lock()
+    def __call__(self, module: Any, *arguments: Any, **options: Any) -> Any:
+        before, self._local = self._local, options[KEYWORD]
+        try:
+            return self._own(module, *arguments, **options)
+        finally:
+            self._local = before
 
+    def _given(self, ours: Function, *arguments: Any, **options: Any) -> Any:
+        return ours(*arguments, **{**options, KEYWORD: self._local})
 
-def _outside_graphs(function: Function) -> Function:
-    """The same function, which compiled code calls as it is."""
-    # What this imports takes a second, and ranks that are threads would do so at once.
-    with _disabling:
-        made: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return made
+    def __deepcopy__(self, _: Any) -> _Handing:
+        return _Handing(self._forward, self._table)
 
 
 def _named(function: Any, kind: Any) -> Any:
@@ -455,9 +458,7 @@ def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
             )
         }
         table |= dict.fromkeys(form.fused, _not_fused)
-        made = rebound(kind.forward, table)
-        if not form.hands_on:
-            made = functools.partial(_outside_graphs(_with_keyword), table)
+        made = (rebound if form.hands_on else _Handing)(kind.forward, table)
     except CannotRebind as error:
         import transformers
 
