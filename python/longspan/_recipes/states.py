@@ -357,6 +357,7 @@ class _Form:
     fused: tuple[str, ...] = ()
     #: Whether the forward hands its keyword arguments on to those functions.
     hands_on: bool = True
+    by_token: bool = False  #: see `Recipe`
 
 
 def _forward(module: Any, own: Function, *arguments: Any, **options: Any) -> Any:
@@ -546,6 +547,7 @@ _MAMBA = _Form(
     fused=("mamba_inner_fn",),
     recurrence=_selective,
     hands_on=False,
+    by_token=True,
 )
 _UNFUSED = dataclasses.replace(_MAMBA, fused=())
 _LINEAR = frozenset({"linear_attention", "full_attention"})
@@ -561,6 +563,7 @@ def _recipe(
         layer=functools.partial(_layer, form),
         redirect=functools.partial(_redirect, form),
         carries=True,
+        by_token=form.by_token,
     )
 
 
