@@ -4,7 +4,6 @@
 #include <map>
 #include <ranges>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "longspan/core/detail/check.h"
@@ -25,48 +24,94 @@ struct Link {
 };
 using Chain = std::vector<Link>;
 
+/// What a rank needs of one chain: everything before its own last run.
+int64_t needed_of(const Chain& chain, int rank) {
+  int64_t needed = 0;
+  for (int64_t i = 0; i < std::ssize(chain); ++i) {
+    if (chain[static_cast<std::size_t>(i)].rank == rank) needed = i;
+  }
+  return needed;
+}
+
+StatePlan::Lists direct_lists(const std::vector<Chain>& chains, int ranks,
+                              int rank, int64_t chained_here) {
+  StatePlan::Lists lists;
+  // Where the pair of a link of another rank lies: by chain and link.
+  std::map<std::pair<std::size_t, int64_t>, int64_t> came;
+  for (int to = 0; to < ranks; ++to) {
+    struct Sent {
+      StateSend send;
+      std::size_t chain;
+      int64_t link;
+    };
+    std::vector<Sent> sent;
+    for (std::size_t c = 0; c < chains.size(); ++c) {
+      const Chain& chain = chains[c];
+      const int64_t needed = needed_of(chain, to);
+      for (int64_t i = 0; i < needed; ++i) {
+        const Link& link = chain[static_cast<std::size_t>(i)];
+        if (link.rank == to) continue;
+        sent.push_back({{0, link.rank, to, link.run, i > 0 ? 1 : 0}, c, i});
+      }
+    }
+    std::ranges::stable_sort(sent, {},
+                             [](const Sent& each) { return each.send.from; });
+    int64_t place = chained_here;
+    for (const Sent& each : sent) {
+      lists.sends.push_back(each.send);
+      if (to == rank) came[{each.chain, each.link}] = place++;
+    }
+  }
+  for (std::size_t c = 0; c < chains.size(); ++c) {
+    const Chain& chain = chains[c];
+    const auto mine = [&](const Link& link) { return link.rank == rank; };
+    if (std::ranges::none_of(chain, mine)) continue;
+    const int64_t needed = needed_of(chain, rank);
+    for (int64_t i = 0; i <= needed; ++i) {
+      const Link& link = chain[static_cast<std::size_t>(i)];
+      StateStep& step = lists.steps.emplace_back();
+      if (mine(link)) step.gives = link.run;
+      if (i == needed) continue;
+      step.place = mine(link) ? link.run : came.at({c, i});
+      step.transition = i > 0 ? 1 : 0;
+    }
+  }
+  return lists;
+}
+
 /// What all ranks send, and what each of them does with it.
 struct Program {
   std::vector<StateSend> sends;
   std::vector<std::vector<StateStep>> steps;  // by rank
 };
 
-/// Programs grow round by round. Pairs are known by the link whose rank holds
-/// them; a rank numbers its places as StateStep says.
+/// Programs grow round by round. A rank numbers its places as StateStep says.
 class Writer {
  public:
-  Writer(const std::vector<Chain>& chains, std::vector<int64_t> chained)
-      : chains_(chains), places_(std::move(chained)) {
+  /// `places` are those of each rank that its own runs have.
+  explicit Writer(std::vector<int64_t> places) : places_(std::move(places)) {
     program_.steps.resize(places_.size());
   }
 
-  const Link& link(std::size_t chain, int64_t i) const {
-    return chains_[chain][static_cast<std::size_t>(i)];
-  }
-
-  /// In this round the pair at a place of `from` goes to `to`. Where it lies
-  /// there is known when all of the round are written.
-  struct Wish {
+  /// Who hears what in a round: a link of a chain.
+  struct Hearing {
     StateSend send;
     std::size_t chain;
     int64_t link;
   };
-  void ask(const Wish& wish) { wishes_.push_back(wish); }
 
-  /// All of the round: places at their receivers, by chain, link and receiver.
-  using Came = std::map<std::tuple<std::size_t, int64_t, int>, int64_t>;
-  Came exchange() {
-    std::ranges::stable_sort(wishes_, {}, [](const Wish& wish) {
-      return std::pair{wish.send.to, wish.send.from};
+  /// All of a round; gives the places where links find what they heard.
+  using Heard = std::map<std::pair<std::size_t, int64_t>, int64_t>;
+  Heard exchange(std::vector<Hearing> all) {
+    std::ranges::stable_sort(all, {}, [](const Hearing& one) {
+      return std::pair{one.send.to, one.send.from};
     });
-    Came came;
-    for (const Wish& wish : wishes_) {
-      program_.sends.push_back(wish.send);
-      const auto to = static_cast<int>(wish.send.to);
-      came[{wish.chain, wish.link, to}] = place(to)++;
+    Heard heard;
+    for (const Hearing& one : all) {
+      program_.sends.push_back(one.send);
+      heard[{one.chain, one.link}] = place(static_cast<int>(one.send.to))++;
     }
-    wishes_.clear();
-    return came;
+    return heard;
   }
 
   /// The place that the step keeps, if it does.
@@ -80,59 +125,9 @@ class Writer {
  private:
   int64_t& place(int rank) { return places_[static_cast<std::size_t>(rank)]; }
 
-  const std::vector<Chain>& chains_;
-  std::vector<int64_t> places_;  // of each rank, so far
-  std::vector<Wish> wishes_;
+  std::vector<int64_t> places_;
   Program program_;
 };
-
-/// What a rank needs of one chain: everything before its own last run.
-int64_t needed_of(const Chain& chain, int rank) {
-  int64_t needed = 0;
-  for (int64_t i = 0; i < std::ssize(chain); ++i) {
-    if (chain[static_cast<std::size_t>(i)].rank == rank) needed = i;
-  }
-  return needed;
-}
-
-std::set<int> ranks_in(const Chain& chain) {
-  std::set<int> ranks;
-  for (const Link& link : chain) ranks.insert(link.rank);
-  return ranks;
-}
-
-Program direct_program(const std::vector<Chain>& chains,
-                       const std::vector<int64_t>& chained) {
-  Writer writer(chains, chained);
-  for (std::size_t c = 0; c < chains.size(); ++c) {
-    for (const int to : ranks_in(chains[c])) {
-      const int64_t needed = needed_of(chains[c], to);
-      for (int64_t i = 0; i < needed; ++i) {
-        const Link& link = writer.link(c, i);
-        if (link.rank == to) continue;
-        writer.ask({{0, link.rank, to, link.run, i > 0 ? 1 : 0}, c, i});
-      }
-    }
-  }
-  const auto came = writer.exchange();
-  for (std::size_t c = 0; c < chains.size(); ++c) {
-    for (const int rank : ranks_in(chains[c])) {
-      const int64_t needed = needed_of(chains[c], rank);
-      for (int64_t i = 0; i <= needed; ++i) {
-        const Link& link = writer.link(c, i);
-        const bool mine = link.rank == rank;
-        StateStep step;
-        if (mine) step.gives = link.run;
-        if (i < needed) {
-          step.place = mine ? link.run : came.at({c, i, rank});
-          step.transition = i > 0 ? 1 : 0;
-        }
-        writer.add(rank, step);
-      }
-    }
-  }
-  return writer.take();
-}
 
 /// Of each link the pairs that it knows, as places at its rank.
 struct Known {
@@ -142,48 +137,50 @@ struct Known {
 
 Program scan_program(const std::vector<Chain>& chains,
                      const std::vector<int64_t>& chained) {
-  Writer writer(chains, chained);
+  Writer writer(chained);
+  const auto link = [&](std::size_t chain, int64_t i) -> const Link& {
+    return chains[chain][static_cast<std::size_t>(i)];
+  };
   std::vector<std::vector<Known>> known;
   int64_t longest = 0;
   for (const Chain& chain : chains) {
     auto& links = known.emplace_back();
-    for (const Link& link : chain) links.push_back({.with = link.run});
+    for (const Link& each : chain) links.push_back({.with = each.run});
     longest = std::max(longest, std::ssize(chain));
   }
   for (int64_t round = 0, reach = 1; reach < longest; ++round, reach *= 2) {
     // Link i asks link i - reach for what the `reach` runs that end there make
-    // of a state; from the document's beginning on there is none to ask for.
+    // of a state, or all of them where the document begins among them.
     const auto begins = [&](int64_t i) { return i - reach < reach; };
+    std::vector<Writer::Hearing> hearing;
     for (std::size_t c = 0; c < chains.size(); ++c) {
       for (int64_t i = reach; i < std::ssize(chains[c]); ++i) {
-        const Link &from = writer.link(c, i - reach), &to = writer.link(c, i);
+        const Link &from = link(c, i - reach), &to = link(c, i);
         if (from.rank == to.rank) continue;
-        const Known& sent = known[c][static_cast<std::size_t>(i - reach)];
-        writer.ask(
-            {{round, from.rank, to.rank, sent.with, begins(i) ? 0 : 1}, c, i});
+        const Known& told = known[c][static_cast<std::size_t>(i - reach)];
+        hearing.push_back(
+            {{round, from.rank, to.rank, told.with, begins(i) ? 0 : 1}, c, i});
       }
     }
-    const auto came = writer.exchange();
+    const auto heard = writer.exchange(std::move(hearing));
     for (std::size_t c = 0; c < chains.size(); ++c) {
       const int64_t links = std::ssize(chains[c]);
       // From the end, so that what a link tells others of this round is not
       // yet what it knows after it.
       for (int64_t i = links - 1; i >= reach; --i) {
-        const Link &from = writer.link(c, i - reach), &to = writer.link(c, i);
+        const Link &from = link(c, i - reach), &to = link(c, i);
         Known& mine = known[c][static_cast<std::size_t>(i)];
-        const int64_t told =
-            from.rank == to.rank
-                ? known[c][static_cast<std::size_t>(i - reach)].with
-                : came.at({c, i, to.rank});
-        StateStep step{.round = round, .place = told};
+        StateStep step{.round = round};
+        step.place = from.rank == to.rank
+                         ? known[c][static_cast<std::size_t>(i - reach)].with
+                         : heard.at({c, i});
         step.transition = begins(i) ? 0 : 1;
         writer.add(to.rank, step);
         if (mine.before != StateStep::kNone) {
           writer.add(to.rank,
                      {.round = round, .place = mine.before, .transition = 1});
         }
-        // Now at hand: all before it that it will ever know, or half of what
-        // it knows after the next round.
+        // Now at hand: all that lies before it, or twice as much as it knew.
         step = {.round = round};
         if (begins(i)) step.gives = to.run;
         if (!begins(i)) step.keeps = 1;
@@ -197,12 +194,6 @@ Program scan_program(const std::vector<Chain>& chains,
     }
   }
   return writer.take();
-}
-
-Program program_of(StateWay way, const std::vector<Chain>& chains,
-                   const std::vector<int64_t>& chained) {
-  return way == StateWay::scan ? scan_program(chains, chained)
-                               : direct_program(chains, chained);
 }
 
 /// The runs of all ranks, and how documents chain them.
@@ -268,55 +259,105 @@ void reverse(std::vector<Chain>& chains) {
   for (Chain& chain : chains) std::ranges::reverse(chain);
 }
 
-/// Seconds of the rank that works longest, round by round.
-double seconds_of(const Program& program, const StatePair& pair,
-                  const StateCosts& costs) {
-  struct Load {
-    std::map<int64_t, double> sent, received;  // bytes by rank
-    double most_work = 0;                      // additions, multiplications
-  };
-  std::map<int64_t, Load> rounds;
-  const auto state = static_cast<double>(pair.state_bytes),
-             transition = static_cast<double>(pair.transition_bytes);
+/// States and transitions that a rank sends, gets or combines.
+struct Amount {
+  int64_t states = 0, transitions = 0;
+};
+
+/// Of one round, by rank.
+struct Load {
+  std::map<int, Amount> sent, received, combined;
+};
+
+Load direct_load(const std::vector<Chain>& chains) {
+  Load load;
+  for (const Chain& chain : chains) {
+    std::map<int, std::pair<int64_t, int64_t>> ranks;  // last link, and links
+    for (int64_t i = 0; i < std::ssize(chain); ++i) {
+      auto& [last, own] = ranks[chain[static_cast<std::size_t>(i)].rank];
+      last = i;
+      ++own;
+    }
+    // Of link i, how many ranks need it: those whose last one comes later.
+    std::vector<int64_t> ends(chain.size());
+    for (const auto& [rank, held] : ranks) {
+      const auto& [needed, own] = held;
+      ++ends[static_cast<std::size_t>(needed)];
+      const int64_t states = needed - (own - 1);
+      Amount& received = load.received[rank];
+      received.states += states;
+      const bool first = chain[0].rank != rank;  // which comes without
+      received.transitions += states - (first ? 1 : 0);
+      load.combined[rank].states += std::max<int64_t>(0, needed - 1);
+    }
+    int64_t needing = 0;
+    for (int64_t i = std::ssize(chain) - 1; i >= 0; --i) {
+      const int rank = chain[static_cast<std::size_t>(i)].rank;
+      const int64_t others = needing - (ranks[rank].first > i ? 1 : 0);
+      Amount& sent = load.sent[rank];
+      sent.states += others;
+      if (i > 0) sent.transitions += others;
+      needing += ends[static_cast<std::size_t>(i)];
+    }
+  }
+  return load;
+}
+
+std::map<int64_t, Load> scan_loads(const Program& program) {
+  std::map<int64_t, Load> loads;
   for (const StateSend& send : program.sends) {
-    const double bytes = send.transition != 0 ? state + transition : state;
-    rounds[send.round].sent[send.from] += bytes;
-    rounds[send.round].received[send.to] += bytes;
+    Load& load = loads[send.round];
+    for (Amount* amount : {&load.sent[static_cast<int>(send.from)],
+                           &load.received[static_cast<int>(send.to)]}) {
+      amount->states += 1;
+      amount->transitions += send.transition;
+    }
   }
+  for (int rank = 0; rank < std::ssize(program.steps); ++rank) {
+    bool at_hand = false, begins = false;
+    for (const StateStep& step :
+         program.steps[static_cast<std::size_t>(rank)]) {
+      if (at_hand && step.place != StateStep::kNone) {
+        Amount& combined = loads[step.round].combined[rank];
+        combined.states += 1;
+        if (!begins) combined.transitions += 1;
+      }
+      if (!at_hand) begins = step.transition == 0;
+      at_hand = step.place != StateStep::kNone;
+    }
+  }
+  return loads;
+}
+
+double seconds_of(const Load& load, const StatePair& pair,
+                  const StateCosts& costs) {
+  const auto most = [&](const std::map<int, Amount>& amounts) {
+    double bytes = 0;
+    for (const auto& [rank, amount] : amounts) {
+      bytes =
+          std::max(bytes, static_cast<double>(amount.states) *
+                                  static_cast<double>(pair.state_bytes) +
+                              static_cast<double>(amount.transitions) *
+                                  static_cast<double>(pair.transition_bytes));
+    }
+    return bytes;
+  };
+  const bool sends = std::ranges::any_of(
+      load.sent, [](const auto& each) { return each.second.states > 0; });
   // Of float32: a number is multiplied and added `matrix_rows` times.
-  const double per_byte = static_cast<double>(pair.matrix_rows) * 2 / 4;
-  for (const auto& steps : program.steps) {
-    std::map<int64_t, double> work;
-    bool at_hand = false, has_transition = false;
-    for (const StateStep& step : steps) {
-      if (step.place == StateStep::kNone) {
-        at_hand = false;
-        continue;
-      }
-      if (at_hand) {
-        work[step.round] +=
-            per_byte * (has_transition ? state + transition : state);
-      } else {
-        at_hand = true;
-        has_transition = step.transition != 0;
-      }
-    }
-    for (const auto& [round, done] : work) {
-      rounds[round].most_work = std::max(rounds[round].most_work, done);
-    }
-  }
-  double seconds = 0;
-  for (const auto& [round, load] : rounds) {
-    double most = 0;
-    for (const auto& [rank, bytes] : load.sent) most = std::max(most, bytes);
-    for (const auto& [rank, bytes] : load.received) {
-      most = std::max(most, bytes);
-    }
-    if (!load.sent.empty()) seconds += costs.exchange_seconds;
-    seconds += most / costs.bytes_per_second +
-               load.most_work / costs.operations_per_second;
-  }
-  return seconds;
+  const double operations =
+      most(load.combined) / 4 * 2 * static_cast<double>(pair.matrix_rows);
+  return (sends ? costs.exchange_seconds : 0) +
+         std::max(most(load.sent), most(load.received)) /
+             costs.bytes_per_second +
+         operations / costs.operations_per_second;
+}
+
+void check_pair(const StatePair& pair) {
+  check(pair.transition_bytes >= 0 && pair.state_bytes >= 0 &&
+            pair.matrix_rows >= 1,
+        kWho, ": transitions of ", pair.transition_bytes, " bytes and ",
+        pair.matrix_rows, " rows, and states of ", pair.state_bytes, " bytes");
 }
 
 }  // namespace
@@ -334,39 +375,46 @@ StatePlan StatePlan::of(const AttentionLayout& layout, int rank, int64_t rows,
   }
   const auto counts = found.counts();
   for (Lists* const lists : {&plan.forward_, &plan.backward_}) {
-    Program program = program_of(way, found.chains, counts);
-    *lists = {std::move(program.sends), std::move(program.steps[me])};
+    if (way == StateWay::direct) {
+      *lists = direct_lists(found.chains, layout.ownership.ranks(), rank,
+                            counts[me]);
+    } else {
+      Program program = scan_program(found.chains, counts);
+      *lists = {std::move(program.sends), std::move(program.steps[me])};
+    }
     reverse(found.chains);
   }
   plan.runs_ = std::move(found.runs[me]);
   return plan;
 }
 
-StateWay StatePlan::choose(const AttentionLayout& layout, const StatePair& pair,
-                           int64_t rows, const StateCosts& costs) {
+double StatePlan::seconds(const AttentionLayout& layout, StateWay way,
+                          const StatePair& pair, int64_t rows,
+                          const StateCosts& costs) {
   check_rows_of(kWho, layout, 0, rows);
-  check(pair.transition_bytes >= 0 && pair.state_bytes >= 0 &&
-            pair.matrix_rows >= 1,
-        kWho, ": transitions of ", pair.transition_bytes, " bytes and ",
-        pair.matrix_rows, " rows, and states of ", pair.state_bytes, " bytes");
+  check_pair(pair);
   Chained found = chained_of(layout, rows);
-  // Three runs send as much either way, and one exchange is quicker than two.
-  constexpr std::size_t kFew = 3;
-  if (std::ranges::all_of(found.chains, [](const Chain& chain) {
-        return chain.size() <= kFew;
-      })) {
-    return StateWay::direct;
-  }
-  double seconds[2] = {};
   const auto counts = found.counts();
+  double seconds = 0;
   for (int pass = 0; pass < 2; ++pass) {
-    for (const StateWay way : {StateWay::direct, StateWay::scan}) {
-      seconds[static_cast<int>(way)] +=
-          seconds_of(program_of(way, found.chains, counts), pair, costs);
+    if (way == StateWay::direct) {
+      seconds += seconds_of(direct_load(found.chains), pair, costs);
+    } else {
+      for (const auto& [round, load] :
+           scan_loads(scan_program(found.chains, counts))) {
+        seconds += seconds_of(load, pair, costs);
+      }
     }
     reverse(found.chains);
   }
-  return seconds[1] < seconds[0] ? StateWay::scan : StateWay::direct;
+  return seconds;
+}
+
+StateWay StatePlan::choose(const AttentionLayout& layout, const StatePair& pair,
+                           int64_t rows, const StateCosts& costs) {
+  const double direct = seconds(layout, StateWay::direct, pair, rows, costs);
+  const double scan = seconds(layout, StateWay::scan, pair, rows, costs);
+  return scan < direct ? StateWay::scan : StateWay::direct;
 }
 
 int64_t StatePlan::rounds(Pass pass) const {

@@ -87,10 +87,16 @@ class StatePlan {
   static StatePlan of(const AttentionLayout& layout, int rank, int64_t rows = 1,
                       StateWay way = StateWay::direct);
 
-  /// The way that takes less time, forward and backward, for pairs of this
-  /// weight: of every round the exchange, the bytes of the rank that sends or
-  /// gets most, and the arithmetic of the rank that combines most. The same on
-  /// every rank; direct where both take as long, as without bytes.
+  /// What a way takes for pairs of this weight, forward and backward: of every
+  /// round the exchange, the bytes of the rank that sends or gets most, and the
+  /// arithmetic of the rank that combines most. Cost: O(log) for each run and
+  /// round.
+  static double seconds(const AttentionLayout& layout, StateWay way,
+                        const StatePair& pair, int64_t rows = 1,
+                        const StateCosts& costs = {});
+
+  /// The way that takes less. The same on every rank; direct where both take as
+  /// long, as without bytes.
   static StateWay choose(const AttentionLayout& layout, const StatePair& pair,
                          int64_t rows = 1, const StateCosts& costs = {});
 

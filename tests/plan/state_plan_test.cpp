@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -229,6 +230,86 @@ TEST(StatePlan, EveryRunOfManyGetsWhatLiesBeforeIt) {
           2);
     }
   }
+}
+
+/// Bytes that the busiest rank sends or gets, and pairs that the busiest one
+/// combines, of all rounds: counted in the lists.
+struct Counted {
+  double bytes = 0, states = 0, transitions = 0;
+};
+
+Counted counted_in(const std::vector<StatePlan>& plans, Pass pass,
+                   const StatePair& pair) {
+  Counted all;
+  for (int64_t round = 0; round < 12; ++round) {
+    std::map<int64_t, double> sent, received;
+    for (const StateSend& send : plans[0].lists(pass).sends) {
+      if (send.round != round) continue;
+      const auto bytes = static_cast<double>(
+          pair.state_bytes + send.transition * pair.transition_bytes);
+      sent[send.from] += bytes;
+      received[send.to] += bytes;
+    }
+    double most = 0, states = 0, transitions = 0;
+    for (const auto& [rank, bytes] : sent) most = std::max(most, bytes);
+    for (const auto& [rank, bytes] : received) most = std::max(most, bytes);
+    for (const StatePlan& plan : plans) {
+      double own_states = 0, own_transitions = 0;
+      bool at_hand = false, begins = false;
+      for (const StateStep& step : plan.lists(pass).steps) {
+        if (step.round != round) continue;
+        const bool combines = at_hand && step.place != StateStep::kNone;
+        own_states += combines ? 1 : 0;
+        own_transitions += combines && !begins ? 1 : 0;
+        if (!at_hand) begins = step.transition == 0;
+        at_hand = step.place != StateStep::kNone;
+      }
+      states = std::max(states, own_states);
+      transitions = std::max(transitions, own_transitions);
+    }
+    all.bytes += most;
+    all.states += states;
+    all.transitions += transitions;
+  }
+  return all;
+}
+
+/// Each figure by itself, so that a slip in one of them shows.
+void a_way_costs_what_its_lists_say(const AttentionLayout& layout,
+                                    int64_t rows) {
+  const double never = std::numeric_limits<double>::infinity();
+  for (const StateWay way : {StateWay::direct, StateWay::scan}) {
+    const auto plans = plans_of(layout, way, rows);
+    const StatePair pair = {100, 1000, 1};
+    Counted both;
+    int64_t rounds = 0;
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      const Counted one = counted_in(plans, pass, pair);
+      both.bytes += one.bytes;
+      both.states += one.states;
+      both.transitions += one.transitions;
+      rounds += plans[0].rounds(pass);
+    }
+    const auto seconds = [&](const StatePair& weight, const StateCosts& costs) {
+      return StatePlan::seconds(layout, way, weight, rows, costs);
+    };
+    ASSERT_EQ(seconds(pair, {1, never, never}), rounds);
+    ASSERT_EQ(seconds(pair, {0, 1, never}), both.bytes);
+    // 8 numbers of float32, each multiplied and added three times.
+    ASSERT_EQ(seconds({0, 32, 3}, {0, never, 1}), both.states * 8 * 3 * 2);
+    ASSERT_EQ(seconds({32, 0, 3}, {0, never, 1}), both.transitions * 8 * 3 * 2);
+  }
+}
+
+TEST(StatePlan, AWayCostsWhatItsListsSay) {
+  test::for_all(
+      200,
+      [](Random& random) {
+        return test::draw_ownership(random, test::draw_packing(random, 24, 4));
+      },
+      [](const test::OwnershipCase& owners) {
+        a_way_costs_what_its_lists_say(layout_of(owners), 2);
+      });
 }
 
 /// Of one document over ranks of their own.
