@@ -22,12 +22,15 @@ namespace {
 
 constexpr const char* kWho = "carry_states";
 
+// Rows of the tables, as a StatePlan has them.
 struct Send {
-  int64_t from = 0, to = 0, run = 0, transition = 0;
+  int64_t round = 0, from = 0, to = 0, place = 0, transition = 0;
 };
 struct Step {
-  int64_t gives = 0, state = 0, transition = 0;
+  int64_t round = 0, gives = 0, keeps = 0, place = 0, transition = 0;
 };
+/// More rounds than any number of runs has.
+constexpr int64_t kMostRounds = 64;
 
 /// The rows of a table of plain numbers.
 template <class Row>
@@ -93,44 +96,10 @@ at::Tensor applied(const at::Tensor& transition, const at::Tensor& state,
   return transition.unsqueeze(-1).unsqueeze(-1) * state;
 }
 
-/// What comes from others: rows behind this rank's own.
-struct Delivery {
-  std::vector<Piece> states, transitions;
-  int64_t received_states = 0, received_transitions = 0;
-};
-
-Delivery delivery_of(const Table<Send>& sends, int64_t runs,
-                     const Group& group) {
-  Delivery found;
-  const int64_t me = group.rank();
-  std::vector<Send> mine;
-  for (const Send& send : sends) {
-    check(send.from >= 0 && send.from < group.size() && send.to >= 0 &&
-              send.to < group.size() && send.from != send.to && send.run >= 0 &&
-              (send.transition == 0 || send.transition == 1),
-          kWho, ": `sends` has the row (", send.from, ", ", send.to, ", ",
-          send.run, ", ", send.transition, ") in a group of ", group.size());
-    if (send.from != me && send.to != me) continue;
-    check(send.from != me || send.run < runs, kWho, ": `sends` names run ",
-          send.run, " of rank ", me, ", which has ", runs);
-    mine.push_back(send);
-  }
-  std::ranges::stable_sort(mine, {}, &Send::from);
-  for (const Send& send : mine) {
-    const auto add = [&](std::vector<Piece>& pieces, int64_t& received) {
-      Part target = {0, 0, 1};
-      if (send.to == me) target.begin = received++;
-      pieces.push_back({static_cast<int>(send.from),
-                        static_cast<int>(send.to),
-                        {0, send.run, 1},
-                        target});
-    };
-    add(found.states, found.received_states);
-    if (send.transition != 0) {
-      add(found.transitions, found.received_transitions);
-    }
-  }
-  return found;
+/// transition * before, of two of them.
+at::Tensor combined(const at::Tensor& transition, const at::Tensor& before,
+                    int64_t axes) {
+  return axes == 2 ? at::matmul(transition, before) : transition * before;
 }
 
 std::vector<int64_t> with_rows(const at::Tensor& x, int64_t rows) {
@@ -139,45 +108,184 @@ std::vector<int64_t> with_rows(const at::Tensor& x, int64_t rows) {
   return sizes;
 }
 
-/// A row of a rank's own, or of what came.
-at::Tensor row_of(const at::Tensor& own, const at::Tensor& came,
-                  int64_t place) {
-  const int64_t here = own.size(0);
-  return place < here ? own.select(0, place) : came.select(0, place - here);
+/// The tables of one rank, round by round: before(round's sends of this rank,
+/// whether anybody sends), then each(step).
+template <class Before, class Each>
+void for_rounds(const Table<Send>& sends, const Table<Step>& steps, int me,
+                const Before& before, const Each& each) {
+  auto send = sends.begin();
+  auto step = steps.begin();
+  while (send != sends.end() || step != steps.end()) {
+    const int64_t round =
+        std::min(send == sends.end() ? kMostRounds : send->round,
+                 step == steps.end() ? kMostRounds : step->round);
+    const auto first = send;
+    std::vector<Send> mine;
+    for (; send != sends.end() && send->round == round; ++send) {
+      if (send->from == me || send->to == me) mine.push_back(*send);
+    }
+    std::ranges::stable_sort(mine, {}, &Send::from);
+    before(mine, send != first);
+    for (; step != steps.end() && step->round == round; ++step) each(*step);
+  }
 }
 
-at::Tensor folded(const std::vector<at::Tensor>& own,
-                  const std::vector<at::Tensor>& came,
-                  const Table<Step>& steps) {
-  const at::Tensor& state = own[0];
-  const int64_t axes = axes_of(own[1], state);
-  const int64_t states = state.size(0) + came[0].size(0);
-  const int64_t transitions = own[1].size(0) + came[1].size(0);
-  at::Tensor out = at::zeros_like(state);
-  at::Tensor at_hand;
-  for (const Step& step : steps) {
-    check(step.gives >= -1 && step.gives < state.size(0) && step.state >= -1 &&
-              step.state < states && step.transition >= -1 &&
-              step.transition < transitions,
-          kWho, ": `steps` has the row (", step.gives, ", ", step.state, ", ",
-          step.transition, ") with ", state.size(0), " runs here, ", states,
-          " states and ", transitions, " transitions");
-    if (step.gives >= 0 && at_hand.defined()) {
-      out.select(0, step.gives).copy_(at_hand);
-    }
-    if (step.state < 0) {
-      at_hand = at::Tensor();  // of the next document nothing is known yet
-      continue;
-    }
-    const at::Tensor added = row_of(own[0], came[0], step.state);
-    at_hand =
-        step.transition < 0 || !at_hand.defined()
-            ? added
-            : applied(row_of(own[1], came[1], step.transition), at_hand, axes) +
-                  added;
+/// Every number means something, before anything is sent.
+void check_program(const Table<Send>& sends, const Table<Step>& steps,
+                   int64_t runs, const Group& group) {
+  const auto is_flag = [](int64_t x) { return x == 0 || x == 1; };
+  int64_t last = 0;
+  for (const auto& [round, from, to, place, transition] : sends) {
+    check(round >= last && round < kMostRounds && from >= 0 &&
+              from < group.size() && to >= 0 && to < group.size() &&
+              from != to && place >= 0 && is_flag(transition),
+          kWho, ": `sends` has the row (", round, ", ", from, ", ", to, ", ",
+          place, ", ", transition, ") in a group of ", group.size(),
+          ", after round ", last);
+    last = round;
   }
-  return out;
+  last = 0;
+  for (const auto& [round, gives, keeps, place, transition] : steps) {
+    check(round >= last && round < kMostRounds && gives >= -1 && gives < runs &&
+              is_flag(keeps) && place >= -1 && is_flag(transition),
+          kWho, ": `steps` has the row (", round, ", ", gives, ", ", keeps,
+          ", ", place, ", ", transition, ") with ", runs,
+          " runs here, after round ", last);
+    last = round;
+  }
+  // Whether the pair at each place has a transition.
+  std::vector<bool> places(static_cast<std::size_t>(runs), true);
+  bool at_hand = false, begun = false;  // and whether it begins a document
+  const auto check_place = [&](const char* table, int64_t place,
+                               int64_t transition) {
+    const auto at = static_cast<std::size_t>(place);
+    check(at < places.size() && (transition == 0 || places[at]), kWho, ": `",
+          table, "` names place ", place,
+          transition == 0 ? "" : " with its transition", " of rank ",
+          group.rank(), ", which has ", runs, " runs and ", places.size(),
+          " places by then");
+  };
+  for_rounds(
+      sends, steps, group.rank(),
+      [&](const std::vector<Send>& mine, bool) {
+        for (const Send& send : mine) {
+          if (send.from != group.rank()) continue;
+          check_place("sends", send.place, send.transition);
+        }
+        for (const Send& send : mine) {
+          if (send.to == group.rank()) places.push_back(send.transition != 0);
+        }
+      },
+      [&](const Step& step) {
+        if (step.keeps != 0) {
+          check(at_hand, kWho, ": `steps` keeps a pair with nothing at hand");
+          places.push_back(!begun);
+        }
+        if (step.place >= 0) {
+          check_place("steps", step.place, step.transition);
+          begun = step.transition == 0 || (at_hand && begun);
+        }
+        at_hand = step.place >= 0;
+      });
 }
+
+/// One transition and one state. Without a transition it begins a document.
+struct Pair {
+  at::Tensor transition, state;
+};
+
+/// The pairs of this rank, and what is made of them round by round.
+class Folding {
+ public:
+  Folding(const at::Tensor& transition, const at::Tensor& state)
+      : own_{state, transition},
+        axes_(axes_of(transition, state)),
+        out_(at::zeros_like(state)) {
+    for (int64_t i = 0; i < state.size(0); ++i) {
+      places_.push_back({transition.select(0, i), state.select(0, i)});
+    }
+  }
+
+  /// `sends` are those of one round, to this rank or from it, by sender.
+  void exchange(const std::vector<Send>& sends, const Group& group) {
+    const int me = group.rank();
+    std::vector<at::Tensor> leaving = own_;
+    std::vector<at::Tensor> rows[2];
+    const auto is_own = [&](const Send& send) {
+      return send.from != me || send.place < own_[0].size(0);
+    };
+    const bool as_they_lie = std::ranges::all_of(sends, is_own);
+    std::vector<Piece> pieces[2];
+    int64_t received[2] = {};
+    std::vector<bool> with_transition;
+    for (const Send& send : sends) {
+      for (int part = 0; part <= send.transition; ++part) {
+        Part source = {0, send.place, 1}, target = {0, 0, 1};
+        if (send.from == me && !as_they_lie) {
+          const Pair& pair = place_of(send.place);
+          source.begin = std::ssize(rows[part]);
+          rows[part].push_back(part == 0 ? pair.state : pair.transition);
+        }
+        if (send.to == me) target.begin = received[part]++;
+        pieces[part].push_back({static_cast<int>(send.from),
+                                static_cast<int>(send.to), source, target});
+      }
+      if (send.to == me) with_transition.push_back(send.transition != 0);
+    }
+    for (int part = 0; part < 2; ++part) {
+      if (!rows[part].empty()) leaving[part] = at::stack(rows[part]);
+    }
+    const auto came = carry({{.x = leaving[0],
+                              .pieces = pieces[0],
+                              .target_sizes = with_rows(own_[0], received[0])},
+                             {.x = leaving[1],
+                              .pieces = pieces[1],
+                              .target_sizes = with_rows(own_[1], received[1])}},
+                            group, {.purpose = kWho});
+    int64_t transitions = 0;
+    for (int64_t i = 0; i < received[0]; ++i) {
+      Pair& pair = places_.emplace_back();
+      pair.state = came[0].select(0, i);
+      if (with_transition[static_cast<std::size_t>(i)]) {
+        pair.transition = came[1].select(0, transitions++);
+      }
+    }
+  }
+
+  void take(const Step& step) {
+    if (step.gives >= 0 && at_hand_.state.defined()) {
+      out_.select(0, step.gives).copy_(at_hand_.state);
+    }
+    if (step.keeps != 0) places_.push_back(at_hand_);
+    if (step.place < 0) {
+      at_hand_ = {};  // of the next document nothing is known yet
+      return;
+    }
+    Pair next = place_of(step.place);
+    if (step.transition == 0) next.transition = at::Tensor();
+    if (at_hand_.state.defined() && next.transition.defined()) {
+      next.state = applied(next.transition, at_hand_.state, axes_) + next.state;
+      next.transition =
+          at_hand_.transition.defined()
+              ? combined(next.transition, at_hand_.transition, axes_)
+              : at::Tensor();
+    }
+    at_hand_ = std::move(next);
+  }
+
+  const at::Tensor& incoming() const { return out_; }
+
+ private:
+  const Pair& place_of(int64_t place) const {
+    return places_[static_cast<std::size_t>(place)];
+  }
+
+  std::vector<at::Tensor> own_;  // states, transitions
+  int64_t axes_;
+  at::Tensor out_;
+  std::vector<Pair> places_;
+  Pair at_hand_;
+};
 
 using Carry = at::Tensor(const at::Tensor&, const at::Tensor&,
                          const at::Tensor&, const at::Tensor&,
@@ -224,29 +332,22 @@ at::Tensor carry_here(const at::Tensor& transition, const at::Tensor& state,
     check_tables(sends, steps, back_sends, back_steps);
     const Table<Send> leaving("sends", sends);
     const Table<Step> folds("steps", steps);
-    const Delivery delivery = delivery_of(leaving, state.size(0), group);
+    check_program(leaving, folds, state.size(0), group);
     scope.begin([&] {
       return join(facts_of(transition, {0}), "; ", facts_of(state, {0}),
                   "; table ", hash_of(sends), gradient_facts());
     });
     const auto type = sum_type(transition, state);
-    const std::vector<at::Tensor> own = {state.to(type).contiguous(),
-                                         transition.to(type).contiguous()};
-    std::vector<at::Tensor> came = {
-        at::empty(with_rows(own[0], 0), own[0].options()),
-        at::empty(with_rows(own[1], 0), own[1].options())};
-    // A table that is empty is so on all ranks.
-    if (sends.size(0) > 0) {
-      came = carry(
-          {{.x = own[0],
-            .pieces = delivery.states,
-            .target_sizes = with_rows(own[0], delivery.received_states)},
-           {.x = own[1],
-            .pieces = delivery.transitions,
-            .target_sizes = with_rows(own[1], delivery.received_transitions)}},
-          group, {.purpose = kWho});
-    }
-    return folded(own, came, folds);
+    Folding folding(transition.to(type).contiguous(),
+                    state.to(type).contiguous());
+    for_rounds(
+        leaving, folds, group.rank(),
+        [&](const std::vector<Send>& mine, bool anybody_sends) {
+          // Then every rank takes part.
+          if (anybody_sends) folding.exchange(mine, group);
+        },
+        [&](const Step& step) { folding.take(step); });
+    return folding.incoming();
   });
 }
 

@@ -8,8 +8,8 @@ namespace longspan {
 
 /// The tables of a StatePlan, as carry_states takes them: int64 on the CPU.
 struct StateTables {
-  at::Tensor sends;       ///< [n, 4] = (from, to, run, transition)
-  at::Tensor steps;       ///< [m, 3] = (gives, state, transition)
+  at::Tensor sends;       ///< [n, 5] = (round, from, to, place, transition)
+  at::Tensor steps;       ///< [m, 5] = (round, gives, keeps, place, transition)
   at::Tensor back_sends;  ///< the same, for the backward pass
   at::Tensor back_steps;
 };
@@ -31,15 +31,17 @@ struct StateTables {
 ///   rank 1 gets S_0
 ///   rank 2 gets M_1 S_0 + S_1
 ///
-/// Rank 0 sends S_0 to both, rank 1 sends M_1 and S_1 to rank 2: one exchange.
-/// Every rank folds by itself, in the order of the document, so results repeat
-/// bit for bit.
+/// Rank 0 sends S_0 to both, rank 1 sends M_1 and S_1 to rank 2: one exchange,
+/// and every rank folds by itself, in the order of the document. In a plan of
+/// rounds pairs are combined on their way, which multiplies transitions with
+/// each other; there is one exchange a round. The tables fix the order either
+/// way, so results repeat bit for bit.
 ///
 /// Derivative: with the gradients G_i of what came in, the state that run i
 /// added is worth G_{i+1} + M_{i+1}' G_{i+2} + .. (' transposes). That is this
 /// operator again, over documents read from their ends, with transposed
-/// transitions: one exchange. The transition of run i is worth that times what
-/// came in, transposed.
+/// transitions: as many exchanges. The transition of run i is worth that times
+/// what came in, transposed.
 ///
 /// torch.ops.longspan.carry_states(transition, state, sends, steps, back_sends,
 /// back_steps, group)

@@ -7,6 +7,7 @@
 #include "longspan/core/packing.h"
 #include "longspan/draw/picture.h"
 #include "longspan/plan/plan.h"
+#include "longspan/plan/state_plan.h"
 
 namespace longspan {
 
@@ -84,13 +85,15 @@ struct StateShape {
   int64_t row_bytes = 0;
   int64_t transition_bytes = 4;
   int64_t state_bytes = 4;
+  StateWay way = StateWay::direct;
 };
 
 /// Runs and states: which run of a document is whose, where documents begin
 /// anew, and which rank sends what to which for the borders between them,
 /// forward and backward (StatePlan, HaloPlan). Bytes are those of all rows of
-/// the batch; the runs drawn are those of the first. Streams of very many
-/// ranks or runs are left out, and the caption says so.
+/// the batch, and of all rounds of a scan, which the caption counts; the runs
+/// drawn are those of the first. Streams of very many ranks or runs are left
+/// out, and the caption says so.
 Picture draw_states(const AttentionLayout& layout, const StateShape& shape = {},
                     const DrawOptions& options = {});
 

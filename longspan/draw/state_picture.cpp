@@ -114,10 +114,18 @@ class Traffic {
       : shape_(shape) {
     // What is sent is known to every rank.
     const int64_t rows = std::ssize(layout.masks);
-    if (shape.state_bytes > 0) states_ = StatePlan::of(layout, 0, rows);
+    if (shape.state_bytes > 0) {
+      states_ = StatePlan::of(layout, 0, rows, shape.way);
+    }
     if (shape.rows > 0) {
       halo_ = HaloPlan::of(layout, shape.rows, 0, rows).sends();
     }
+  }
+
+  /// " in 3 rounds,", where pairs are combined on their way.
+  std::string rounds(Pass pass) const {
+    if (states_.way() == StateWay::direct) return "";
+    return join(" in ", counted(states_.rounds(pass), "round"), ",");
   }
 
   std::map<std::pair<int, int>, BorderCell> of(Pass pass) const {
@@ -192,7 +200,7 @@ BorderTable table_of(const Traffic& traffic, int ranks, const StateShape& shape,
                  shape.rows > 0 ? join(" ", counted(all.rows, "row"),
                                        " of the convolution")
                                 : "",
-                 ", however long the runs are.");
+                 ",", traffic.rounds(pass), " however long the runs are.");
   table.caption +=
       shown_note(static_cast<int>(std::ssize(shown)), ranks, "ranks");
   return table;

@@ -86,17 +86,19 @@ void bind_draw(py::module_& m) {
   m.def(
       "draw_states",
       [=](const Ownership& ownership, std::vector<Mask> masks, int64_t rows,
-          int64_t row_bytes, int64_t transition_bytes, int64_t state_bytes) {
+          int64_t row_bytes, int64_t transition_bytes, int64_t state_bytes,
+          const std::string& way) {
         return draw_states(AttentionLayout::of(ownership, std::move(masks)),
                            {.rows = rows,
                             .row_bytes = row_bytes,
                             .transition_bytes = transition_bytes,
-                            .state_bytes = state_bytes},
+                            .state_bytes = state_bytes,
+                            .way = state_way_named(way)},
                            usual);
       },
       py::arg("ownership"), py::arg("masks"), py::arg("rows"),
-      py::arg("row_bytes"), py::arg("transition_bytes"),
-      py::arg("state_bytes"));
+      py::arg("row_bytes"), py::arg("transition_bytes"), py::arg("state_bytes"),
+      py::arg("way"));
 
   const auto add = [&](const char* type, const py::cpp_function& method) {
     m.attr(type).attr("_repr_svg_") = method;

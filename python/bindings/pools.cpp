@@ -157,12 +157,33 @@ void bind_state_plan(py::module_& m) {
       .def_static(
           "of",
           [](const Ownership& ownership, std::vector<Mask> masks, int rank,
-             int64_t rows) {
+             int64_t rows, const std::string& way) {
             return StatePlan::of(
-                AttentionLayout::of(ownership, std::move(masks)), rank, rows);
+                AttentionLayout::of(ownership, std::move(masks)), rank, rows,
+                state_way_named(way));
           },
           py::arg("ownership"), py::arg("masks"), py::arg("rank"),
-          py::arg("rows"), NoGil())
+          py::arg("rows"), py::arg("way"), NoGil())
+      .def_static(
+          "choose",
+          [](const Ownership& ownership, std::vector<Mask> masks, int64_t rows,
+             int64_t bytes_per_transition, int64_t bytes_per_state,
+             int64_t matrix_rows) {
+            return name_of(StatePlan::choose(
+                AttentionLayout::of(ownership, std::move(masks)),
+                {.transition_bytes = bytes_per_transition,
+                 .state_bytes = bytes_per_state,
+                 .matrix_rows = matrix_rows},
+                rows));
+          },
+          py::arg("ownership"), py::arg("masks"), py::arg("rows"),
+          py::arg("bytes_per_transition"), py::arg("bytes_per_state"),
+          py::arg("matrix_rows"), NoGil())
+      .def_property_readonly(
+          "way", [](const StatePlan& plan) { return name_of(plan.way()); })
+      .def_property_readonly(
+          "rounds",
+          [](const StatePlan& plan) { return plan.rounds(Pass::forward); })
       .def_property_readonly(
           "runs",
           [](const StatePlan& plan) {

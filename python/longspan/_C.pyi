@@ -184,6 +184,7 @@ def draw_states(
     row_bytes: int,
     transition_bytes: int,
     state_bytes: int,
+    way: str,
 ) -> Picture: ...
 
 class TokenTensor:
@@ -433,7 +434,22 @@ class PoolPlan:
 
 class StatePlan:
     @staticmethod
-    def of(ownership: Ownership, masks: Sequence[Mask], rank: int, rows: int) -> StatePlan: ...
+    def of(
+        ownership: Ownership, masks: Sequence[Mask], rank: int, rows: int, way: str
+    ) -> StatePlan: ...
+    @staticmethod
+    def choose(
+        ownership: Ownership,
+        masks: Sequence[Mask],
+        rows: int,
+        bytes_per_transition: int,
+        bytes_per_state: int,
+        matrix_rows: int,
+    ) -> str: ...
+    @property
+    def way(self) -> str: ...
+    @property
+    def rounds(self) -> int: ...
     @property
     def runs(self) -> list[tuple[int, DocumentRun]]: ...
     @property

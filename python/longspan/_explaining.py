@@ -541,7 +541,8 @@ def _recurrent_cost(
     token is counted once for each head."""
     rows, masks = len(cut.packings), layer.masks(cut)
     halo = _C.HaloPlan.of(cut.ownership, masks, made.kernel - 1, cut.rank, rows)
-    plan = _C.StatePlan.of(cut.ownership, masks, cut.rank, rows)
+    way = made.way(cut.ownership, masks, rows)
+    plan = _C.StatePlan.of(cut.ownership, masks, cut.rank, rows, way)
     pair = made.bytes_of_state(made.itemsize(dtype))
     sent = {
         way: halo.sent_bytes(way, made.channels * dtype.itemsize) + plan.sent_bytes(way, *pair)
@@ -550,7 +551,7 @@ def _recurrent_cost(
     return LayerCost(
         layer=layer,
         strategy="borders" if made.transition is None else "borders and states",
-        steps=1,
+        steps=max(1, plan.rounds) if made.transition is not None else 1,
         pairs=sum(len(run) for _, run in halo.runs),
         sent_forward=sent["forward"],
         sent_backward=sent["backward"],

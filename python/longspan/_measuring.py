@@ -51,11 +51,18 @@ class Wishes:
 
     ranks: int = 4
     tokens: int = 4096
+    #: Of models that scan token by token, in Python; None: as many. What is wrong at a border
+    #: is so at any length, and there are as many borders.
+    fewer: int | None = None
     documents: int = 7
     dtype: torch.dtype = torch.float64
     strategy: str = "ring"
     layout: str = AUTO
     timeout: float = 600.0
+
+
+def scans_by_token(model: nn.Module) -> bool:
+    return any(recipe.by_token for _, _, recipe in recipes_in(model))
 
 
 class Refused(Exception):

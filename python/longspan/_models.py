@@ -65,6 +65,10 @@ class Pooling:
     selects: Selection | None = None
 
 
+#: Bytes of a transition and of a state, and the rows of a transition that is a matrix.
+Pair = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """A layer that does not attend: a convolution of tokens, and a state that runs through
@@ -92,6 +96,17 @@ class Recurrence:
         per_head = {"matrix": self.rows * self.rows, "vector": self.rows, "number": 1}
         size = self.heads * itemsize
         return per_head[self.transition] * size, self.rows * self.columns * size
+
+    @property
+    def pair(self) -> Pair:
+        """What a way for its pairs is chosen by (`StatePlan`), in float32, so that the
+        choice is the same in every type: bytes of a transition, of a state, and rows of a
+        transition that is a matrix."""
+        return *self.bytes_of_state(4), self.rows if self.transition == "matrix" else 1
+
+    def way(self, ownership: _C.Ownership, masks: Sequence[_C.Mask], rows: int) -> str:
+        """How its pairs travel in such a batch: as `LocalAttention.scans` has it."""
+        return _C.StatePlan.choose(ownership, masks, rows, *self.pair)
 
 
 @dataclass(frozen=True)
@@ -304,7 +319,7 @@ class LocalAttention:
         self._halos: dict[int, HaloPlan] = {}
         self._pools: dict[tuple[int, bool], PoolPlan] = {}
         self._borders: dict[int, Borders] = {}
-        self._scans: dict[int, Scans] = {}
+        self._scans: dict[tuple[int, Pair], Scans] = {}
 
     def prepare(self, layers: Sequence[AttentionLayer]) -> None:
         """Makes the plans of these layers, which compiled code cannot."""
@@ -312,7 +327,7 @@ class LocalAttention:
             if layer.recurrence is not None:
                 self.borders(layer.recurrence.kernel - 1)
                 if layer.recurrence.transition is not None:
-                    self.scans(layer.recurrence.chunk)
+                    self.scans(layer.recurrence.chunk, layer.recurrence.pair)
             if layer.pools is None:
                 continue
             host = torch.device("cpu")
@@ -349,14 +364,23 @@ class LocalAttention:
             self._borders[count] = found
         return found
 
-    def scans(self, chunk: int) -> Scans:
-        """How the runs of [B, L, ..] are scanned by kernels with such chunks."""
-        found = self._scans.get(chunk)
+    def scans(self, chunk: int, pair: Pair) -> Scans:
+        """How the runs of [B, L, ..] are scanned by kernels with such chunks, and states of
+        such pairs carried."""
+        found = self._scans.get((chunk, pair))
         if found is None:
             rows = len(self.cut.packings)
-            plan = StatePlan(self.layout(), group=self.group, rows=rows)
+            transition, state, matrix_rows = pair
+            plan = StatePlan(
+                self.layout(),
+                group=self.group,
+                rows=rows,
+                bytes_per_transition=transition,
+                bytes_per_state=state,
+                matrix_rows=matrix_rows,
+            )
             found = Scans(plan, chunk, self.cut.local_tokens, rows)
-            self._scans[chunk] = found
+            self._scans[chunk, pair] = found
         return found
 
     def tokens_before(self, x: torch.Tensor, count: int) -> torch.Tensor:

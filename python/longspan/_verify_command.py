@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 #: Where rank 0 of processes that we started leaves the exit status.
 _STATUS = "LONGSPAN_VERIFY_STATUS"
 _TITLES = ("", "found", "allowed", "")
+#: Of a batch, and of one for models that scan token by token, in Python.
+_TOKENS, _FEWER = 4096, 1024
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--weights", action="store_true", help="the folder's own sizes and weights, no twin")
     add("--ranks", type=int, default=4, metavar="N", help="default: 4")
-    add("--tokens", default="4096", metavar="N", help="of the batch: 4096, 8k; default: 4096")
+    add(
+        "--tokens",
+        metavar="N",
+        help=f"of the batch: 4096, 8k; default: {_TOKENS}, and {_FEWER} for models that scan token "
+        "by token",
+    )
     add("--documents", type=int, default=7, metavar="N", help="that share it; default: 7")
     add("--dtype", default="float64", choices=tuple(DTYPES), help="default: float64")
     add("--strategy", default="ring", choices=Strategy.names(), help="default: ring")
@@ -152,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 def _wishes(given: argparse.Namespace) -> Wishes:
     if not 1 <= given.ranks <= 64:
         raise Refusal(f"--ranks is {given.ranks}; expected 1 to 64")
-    tokens = number(given.tokens)
+    tokens = _TOKENS if given.tokens is None else number(given.tokens)
     if given.documents < 1:
         raise Refusal(f"--documents is {given.documents}; expected at least 1")
     least = max(4 * given.ranks, 2 * given.documents)
@@ -166,6 +174,7 @@ def _wishes(given: argparse.Namespace) -> Wishes:
     return Wishes(
         ranks=given.ranks,
         tokens=tokens,
+        fewer=max(_FEWER, least) if given.tokens is None else None,
         documents=given.documents,
         dtype=DTYPES[given.dtype],
         strategy=given.strategy,
@@ -266,20 +275,53 @@ def _verdicts(
             yield verdict
         return
     with _one_thread_each():
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-        with pool:
-            tasks = [pool.submit(_one, target, wishes) for target in targets]
+        for index, verdict in enumerate(_side_by_side(targets, wishes, workers)):
+            _announce(index, targets, verdict)
+            yield verdict
+
+
+def _side_by_side(targets: Sequence[_Target], wishes: Wishes, workers: int) -> Iterator[Verdict]:
+    """Verdicts in the order of the targets, from so many processes. Each has a thread here that
+    hands it one model after another, so that it is known whose process ended."""
+    found: list[Future[Verdict]] = [Future() for _ in targets]
+    left = SimpleQueue[int]()
+    for index in range(len(targets)):
+        left.put(index)
+
+    def hand_out() -> None:
+        process: ProcessPoolExecutor | None = None
+        while True:
             try:
-                for index, task in enumerate(tasks):
-                    try:
-                        verdict = task.result()
-                    except BrokenExecutor as error:
-                        why = f"a process that verified models ended: {one_line(error)}"
-                        verdict = Verdict(targets[index].name, "wrong", why)
-                    _announce(index, targets, verdict)
-                    yield verdict
-            finally:
-                pool.shutdown(cancel_futures=True)
+                index = left.get_nowait()
+            except Empty:
+                break
+            process = process or _process()
+            try:
+                found[index].set_result(process.submit(_one, targets[index], wishes).result())
+            except BrokenExecutor as error:
+                why = f"the process that verified it ended: {one_line(error)}"
+                found[index].set_result(Verdict(targets[index].name, "wrong", why))
+                process.shutdown()
+                process = None
+            except BaseException as error:  # for the thread that asks
+                found[index].set_exception(error)
+        if process is not None:
+            process.shutdown()
+
+    with ThreadPoolExecutor(workers) as threads:
+        for _ in range(workers):
+            threads.submit(hand_out)
+        try:
+            for one in found:
+                yield one.result()
+        finally:
+            while not left.empty():  # nobody asks any more
+                with suppress(Empty):
+                    left.get_nowait()
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,))
 
 
 @contextmanager

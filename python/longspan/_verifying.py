@@ -32,6 +32,7 @@ from longspan._measuring import (
     line_of,
     over_ranks,
     peak_of,
+    scans_by_token,
 )
 from longspan._models import Recurrence
 from longspan._rulers import Case, distances, worst_of
@@ -134,6 +135,8 @@ def _verified(name: str, model: Any, wishes: Wishes, group: Group | None, tell: 
     answers = {answer: answer in proof.shown for answer in ANSWERS}
     if not proof:
         raise Refused(str(proof.refusal), answers)
+    if wishes.fewer is not None and scans_by_token(model):
+        wishes = dataclasses.replace(wishes, tokens=wishes.fewer)
     cast(model, wishes.dtype)
     for draw_number in range(_DRAWS):
         case = case_for(model, wishes, draw_number)
@@ -170,6 +173,8 @@ def _judged(
     plain_gradient = worst_of(plain)[1]
     lengths = [d.end - d.begin for d in case.documents]
     named = "" if len(lengths) == wishes.documents else " (its positions end)"
+    if wishes.tokens == wishes.fewer:
+        named += " (it scans token by token)"
     rows = [
         Row(
             "batch",
@@ -332,6 +337,7 @@ def _drawn_runs(
         made.kernel - 1,
         made.channels * dtype.itemsize,
         *made.bytes_of_state(made.itemsize(dtype)),
+        made.way(cut.ownership, masks, len(cut.packings)),
     )
 
 

@@ -36,11 +36,14 @@ AttentionLayout layout_of(const Ownership& ownership,
 
 /// Bytes are those of the plans, runs are those of core, and each run knows
 /// its neighbours.
-void the_picture_says_what_the_plans_say(const SharedMaskCase& c) {
+void the_picture_says_what_the_plans_say(const SharedMaskCase& c,
+                                         StateWay way) {
   const auto layout =
       AttentionLayout::of(c.owners.ownership(), {c.mask.mask()});
   const int ranks = layout.ownership.ranks();
-  const Picture picture = draw_states(layout, kShape, {.rows = 64});
+  StateShape shape = kShape;
+  shape.way = way;
+  const Picture picture = draw_states(layout, shape, {.rows = 64});
   const auto tables = panels<BorderTable>(picture);
   ASSERT_EQ(tables.size(), 2U);
   for (const BorderTable& table : tables) {
@@ -48,7 +51,7 @@ void the_picture_says_what_the_plans_say(const SharedMaskCase& c) {
                                                               : Pass::backward;
     ASSERT_EQ(std::ssize(table.rows), std::min(ranks, 8));
     for (const BorderRow& row : table.rows) {
-      const auto states = StatePlan::of(layout, row.rank);
+      const auto states = StatePlan::of(layout, row.rank, 1, way);
       const auto halo = HaloPlan::of(layout, kShape.rows, row.rank);
       ASSERT_EQ(row.bytes,
                 states.sent_bytes(100, 1000, pass) + halo.sent_bytes(10, pass));
@@ -86,7 +89,11 @@ SharedMaskCase any_case(test::Random& random) {
 }
 
 TEST(DrawStates, SaysWhatThePlansSay) {
-  test::for_all(100, any_case, the_picture_says_what_the_plans_say);
+  for (const StateWay way : {StateWay::direct, StateWay::scan}) {
+    test::for_all(100, any_case, [&](const SharedMaskCase& c) {
+      the_picture_says_what_the_plans_say(c, way);
+    });
+  }
 }
 
 TEST(DrawStates, EveryRendererDrawsThem) {
@@ -141,6 +148,15 @@ TEST(DrawStates, SmallNumbersWrittenOut) {
       "In all 20 bytes of gradients: 4 states and 1 transition, however long "
       "the runs\n"
       "are.\n");
+}
+
+TEST(DrawStates, CountsTheRoundsOfAScan) {
+  const auto layout = layout_of(Ownership::contiguous(64, 8), {64});
+  const auto tables =
+      panels<BorderTable>(draw_states(layout, {.way = StateWay::scan}));
+  EXPECT_EQ(tables.at(0).caption,
+            "In all 108 bytes: 17 states and 10 transitions, in 3 rounds, "
+            "however long the runs are.");
 }
 
 TEST(DrawStates, AnArrowStandsAtEveryBorderThatIsCrossed) {

@@ -15,6 +15,7 @@ from torch import Tensor
 import longspan
 from longspan import Group, Ownership, run_ranks
 from longspan._local_batch import KEYWORD
+from longspan._models import Recurrence
 
 pytest.importorskip("transformers")
 
@@ -174,6 +175,20 @@ def test_it_sends_what_explain_says(family: str) -> None:
     assert strategies[0] == ("borders" if family == "lfm2" else "borders and states")
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba"])
+def test_heavy_states_go_in_rounds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight runs of one document: 3 exchanges, the same answers, and the bytes that it said."""
+    monkeypatch.setattr(Recurrence, "pair", (1 << 20, 1 << 20, 1))
+    exactly(family, "long", 4, layout="head-tail")
+
+    def body(group: Group) -> int:
+        model = longspan.parallelize(decoder(family), group, proof=False, layout="head-tail")
+        said, _ = sends_what_it_says(model, LONG["long"].batch, group)
+        return next(cost.steps for cost in said.layers if cost.layer.recurrence)
+
+    assert run_ranks(4, body) == [3] * 4
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_bytes_do_not_grow_with_the_length(family: str) -> None:
     model = decoder(family, max_position_embeddings=1 << 16)
@@ -230,7 +245,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
         check(found, alone(family, "straddling"), tolerance=1e-11)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", KINDS)
 def test_one_graph(family: str) -> None:
     """A layer compiles whole, and gives what it gives without."""
     torch._dynamo.reset()
@@ -249,6 +264,41 @@ def test_one_graph(family: str) -> None:
         answers.append([out.detach(), x.grad, *gradients_of(layer).values()])
     for mine, plain in zip(*answers, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.deep  # half a minute to compile
+@pytest.mark.parametrize(
+    ("family", "experts"), [("mamba", None), ("falcon_mamba", None), ("jamba", "batched_mm")]
+)
+def test_whole_models_are_one_graph(family: str, experts: str | None) -> None:
+    """Also where forwards hand nothing on. Jamba's loop over experts breaks by itself, so it
+    takes the experts that compile."""
+    torch._dynamo.reset()
+    model = decoder(family)
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    longspan.parallelize(model, proof=False)
+    local = longspan.shard(packed([9, 1, 6]).batch, model=model)
+    answers = []
+    for call in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        model.zero_grad()
+        out = call(**local)
+        out.loss.backward()
+        answers.append([out.logits.detach(), *gradients_of(model).values()])
+    for mine, plain in zip(*answers, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_copies_of_a_layer_do_not_share_batches() -> None:
+    model = longspan.parallelize(decoder("mamba"), proof=False)
+    layer = LAYERS["mamba"](model)
+    other = copy.deepcopy(layer)
+    local = longspan.shard(packed([9, 8]).batch, model=model)
+    x = torch.linspace(-1, 1, 17 * 32, dtype=torch.float64).view(1, 17, 32).sin()
+    given = {"hidden_states": x, KEYWORD: local[KEYWORD]}
+    assert other(**given).equal(layer(**given))
+    one, two = (each.forward.args[1] for each in (layer, other))
+    assert one is not two and one._local is two._local is None
 
 
 # ---- What stays untouched, and what is refused.

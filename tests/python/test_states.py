@@ -3,6 +3,7 @@ beginning gives, for every ownership, and as many bytes as the plan says."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -16,6 +17,7 @@ from longspan import AttentionLayout, Group, Mask, Ownership, Packing, comm, run
 ops = torch.ops.longspan
 RANKS = (1, 2, 3, 4, 7)
 HEADS, K, V = 2, 3, 4
+WAYS = ("direct", "scan")
 KINDS: dict[str, tuple[int, ...]] = {"scalar": (), "vector": (K,), "matrix": (K, K)}
 
 #: One token, none, straddling, and pads that fill a rank; and rows of other documents.
@@ -85,12 +87,14 @@ def weight(row: int, token: int) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_reading_each_document(case: str, ranks: int) -> None:
     rows = packings(case, ranks)
-    every = list(itertools.product(layouts.ownerships(rows[0], ranks).items(), KINDS))
+    every = list(itertools.product(layouts.ownerships(rows[0], ranks).items(), KINDS, WAYS))
 
     def body(group: Group) -> list[dict[tuple[int, int], list[torch.Tensor]]]:
         found = []
-        for (_, owners), kind in every:
-            plan = comm.StatePlan(layout_of(owners, rows), group=group, rows=len(rows))
+        for (_, owners), kind, way in every:
+            attention = layout_of(owners, rows)
+            plan = comm.StatePlan(attention, group=group, rows=len(rows), way=way)
+            assert plan.way == way
             runs = [plan.runs[i] for i in plan.chained]
             names = [(row, run.tokens.begin) for row, run in runs]
             mine = [pair(*at, kind) for at in names]
@@ -106,20 +110,20 @@ def test_it_is_reading_each_document(case: str, ranks: int) -> None:
             weights = [weight(*at) for at in names]
             (out * torch.stack(weights) if mine else out).sum().backward()
             sent.append(group.sent_bytes)
-            for way, before, after in (("forward", *sent[:2]), ("backward", *sent[1:])):
+            for direction, before, after in (("forward", *sent[:2]), ("backward", *sent[1:])):
                 said = plan.sent_bytes(
-                    way,
+                    direction,
                     bytes_per_state=HEADS * K * V * 8,
                     **(bytes_ or {"bytes_per_transition": 0}),
                 )
-                assert said == after - before, way
+                assert said == after - before, direction
             grads = [leaf.grad for leaf in leaves]
             assert all(grad is not None for grad in grads)
             found.append({at: [t[i] for t in (out.detach(), *grads)] for i, at in enumerate(names)})
         return found
 
     shares = run_ranks(ranks, body)
-    for i, ((name, owners), kind) in enumerate(every):
+    for i, ((name, owners), kind, way) in enumerate(every):
         pairs, incoming = read(owners, rows, kind)
         loss = sum((incoming[at] * weight(*at)).sum() for at in incoming)
         if torch.is_tensor(loss) and loss.requires_grad:
@@ -129,17 +133,20 @@ def test_it_is_reading_each_document(case: str, ranks: int) -> None:
             torch.testing.assert_close(out, incoming[at].detach(), rtol=1e-12, atol=1e-12)
             for mine, leaf in zip(grads, pairs[at], strict=True):
                 true = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-12, msg=f"{name} {kind}")
+                torch.testing.assert_close(
+                    mine, true, rtol=1e-12, atol=1e-12, msg=f"{name} {kind} {way}"
+                )
         # Documents of one run carry nothing.
         assert all(not incoming[at].any() for at in incoming.keys() - ours.keys())
 
 
-def test_the_same_bits_every_time() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_every_time(way: str) -> None:
     rows = packings("several", 4)
     owners = Ownership.head_tail(rows[0].tokens, 4)
 
     def body(group: Group) -> list[torch.Tensor]:
-        plan = comm.StatePlan(layout_of(owners, rows), group=group)
+        plan = comm.StatePlan(layout_of(owners, rows), group=group, way=way)
         here = len(plan.chained)
         random = torch.Generator().manual_seed(group.rank())
         m = torch.randn(here, 2, 16, 16, generator=random)
@@ -151,13 +158,14 @@ def test_the_same_bits_every_time() -> None:
         assert all(other.equal(first) for other in others)
 
 
-def test_a_nan_stays_in_its_document() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_nan_stays_in_its_document(way: str) -> None:
     """Also where a transition of a document's first run is one: nobody asks for it."""
     packing = Packing.of([10, 14])
     owners = Ownership.contiguous(24, 4)
 
     def body(group: Group) -> list[tuple[int, int, bool]]:
-        plan = comm.StatePlan(layout_of(owners, [packing]), group=group)
+        plan = comm.StatePlan(layout_of(owners, [packing]), group=group, way=way)
         runs = [plan.runs[i][1] for i in plan.chained]
         state = torch.ones(len(runs), 1, 2, 2)
         transition = torch.ones(len(runs), 1)
@@ -196,6 +204,47 @@ def test_half_types_are_carried_in_float32() -> None:
     assert [sent for _, sent in outs] == [8, 8, 0]
 
 
+# ---- Which way they go.
+
+
+def test_heavy_pairs_of_many_runs_go_in_rounds() -> None:
+    """As many exchanges as the plan says, and the way that it was chosen by weight."""
+
+    def body(group: Group) -> list[tuple[str, int]]:
+        attention = AttentionLayout(Ownership.contiguous(8, 4))
+        return [
+            (plan.way, plan.rounds)
+            for plan in (
+                comm.StatePlan(attention, group=group, **given)
+                for given in (
+                    {},
+                    {"bytes_per_state": 10**4},
+                    {"bytes_per_state": 10**6},
+                    {"bytes_per_state": 10**6, "way": "direct"},
+                    {"way": "scan"},
+                )
+            )
+        ]
+
+    for ways in run_ranks(4, body):
+        assert ways == [("direct", 1), ("direct", 1), ("scan", 2), ("direct", 1), ("scan", 2)]
+
+
+def test_ranks_that_choose_differently_are_told() -> None:
+    def body(group: Group) -> str:
+        plan = comm.StatePlan(
+            AttentionLayout(Ownership.contiguous(8, 4)),
+            group=group,
+            way="scan" if group.rank() == 2 else "direct",
+        )
+        with pytest.raises(Exception, match="carry_states") as caught:
+            comm.carry_states(torch.ones(1, 1), torch.ones(1, 1, 2, 2), plan, group=group)
+        return str(caught.value)
+
+    for message in run_ranks(4, body):
+        assert "rank 2" in message and "table" in message, message
+
+
 # ---- As a torch operator.
 
 
@@ -211,25 +260,33 @@ def example(group: Group) -> tuple[Any, ...]:
     return m, s, *plan.tables, group.name
 
 
+#: Five runs of one rank, no two of which follow each other in its share.
+FIVE = [(20, 24), (16, 20), (9, 16), (4, 9), (0, 4)]
+
+
 def test_operator_checks_pass() -> None:
     torch.library.opcheck(ops.carry_states, example(Group.solo()))
     # Two runs of one rank, which is what a scattered share looks like.
-    owners = Ownership.of_ranges([[(12, 24), (0, 12)]])
-    plan = comm.StatePlan(AttentionLayout(owners))
-    m, s = (torch.randn(2, 2, 3, w, dtype=torch.float64, requires_grad=True) for w in (3, 4))
-    torch.library.opcheck(ops.carry_states, (m, s, *plan.tables, Group.solo().name))
+    for pieces, way in (([(12, 24), (0, 12)], "direct"), (FIVE, "scan")):
+        plan = comm.StatePlan(AttentionLayout(Ownership.of_ranges([pieces])), way=way)
+        m, s = (
+            torch.randn(len(pieces), 2, 3, w, dtype=torch.float64, requires_grad=True)
+            for w in (3, 4)
+        )
+        torch.library.opcheck(ops.carry_states, (m, s, *plan.tables, Group.solo().name))
 
 
 def test_its_gradient_is_that_of_small_changes() -> None:
-    owners = Ownership.of_ranges([[(16, 24), (8, 16), (0, 8)]])
-    plan = comm.StatePlan(AttentionLayout(owners))
-    for shape in KINDS.values():
+    for shape, way in itertools.product(KINDS.values(), WAYS):
+        pieces = FIVE if way == "scan" else [(16, 24), (8, 16), (0, 8)]
+        plan = comm.StatePlan(AttentionLayout(Ownership.of_ranges([pieces])), way=way)
         m, s = (
-            torch.randn(3, 2, *size, dtype=torch.float64, requires_grad=True)
-            for size in (shape, (K, V))
+            torch.randn(len(pieces), 1, *size, dtype=torch.float64, requires_grad=True)
+            for size in (shape, (K, 2))
         )
-        assert torch.autograd.gradcheck(lambda m, s: comm.carry_states(m, s, plan), (m, s))
-        assert torch.autograd.gradgradcheck(lambda m, s: comm.carry_states(m, s, plan), (m, s))
+        carry = functools.partial(comm.carry_states, plan=plan)
+        assert torch.autograd.gradcheck(carry, (m, s))
+        assert torch.autograd.gradgradcheck(carry, (m, s))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -245,8 +302,8 @@ def test_it_compiles_whole(dynamic: bool) -> None:
         return comm.carry_states(m, s, plan).square().sum()
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
-    for pieces in ([(12, 24), (0, 12)], [(16, 24), (8, 16), (0, 8)]):
-        plan = comm.StatePlan(AttentionLayout(Ownership.of_ranges([pieces])))
+    for pieces, way in (([(12, 24), (0, 12)], "direct"), (FIVE[2:], "direct"), (FIVE, "scan")):
+        plan = comm.StatePlan(AttentionLayout(Ownership.of_ranges([pieces])), way=way)
         results = []
         for function in (layer, compiled):
             torch.manual_seed(3)
@@ -267,16 +324,37 @@ def test_wrong_arguments() -> None:
     owners = Ownership.of_ranges([[(12, 24), (0, 12)]])
     plan = comm.StatePlan(AttentionLayout(owners))
     state = torch.zeros(2, 3, 4, 4)
+
+    def carried(steps: list[tuple[int, ...]]) -> torch.Tensor:
+        tables = plan.tables[0], torch.tensor(steps), *plan.tables[2:]
+        out: torch.Tensor = ops.carry_states(torch.zeros(2, 3), state, *tables, Group.solo().name)
+        return out
+
     for call, message in (
         (lambda: comm.carry_states(torch.zeros(2, 3), state[:1], plan), r"expected \[2, ..\]"),
         (lambda: comm.carry_states(torch.zeros(2, 2), state, plan), r"`transition` is .*\[2, 2\]"),
         (lambda: comm.carry_states(torch.zeros(2, 3, 4, 3), state, plan), r"\[runs, .., K, K\]"),
         (lambda: comm.carry_states(torch.zeros(2), torch.zeros(2, 3), plan), "`state` is"),
         (
+            lambda: ops.carry_states(torch.zeros(2, 3), state, plan.tables[0][:, 1:],
+                                     *plan.tables[1:], Group.solo().name),
+            r"`sends` is .*; expected int64 \[n, 5\]",
+        ),
+        (
             lambda: ops.carry_states(torch.zeros(2, 3), state, *plan.tables[1:], plan.tables[0],
                                      Group.solo().name),
-            "`sends` is .*; expected int64",
+            r"`sends` has the row \(0, 1, 0, 1, 0\) in a group of 1",
         ),
+        (lambda: carried([(0, 5, 0, 0, 0)]), r"`steps` has the row \(0, 5, .* with 2 runs here"),
+        (lambda: carried([(0, 0, 0, 2, 0)]), "`steps` names place 2 of rank 0, which has 2 runs"),
+        (
+            lambda: carried([(0, 0, 0, 1, 0), (0, 0, 1, -1, 0), (0, 0, 0, 2, 1)]),
+            "names place 2 with its transition of rank 0",
+        ),
+        (lambda: carried([(0, 0, 1, 0, 1)]), "`steps` keeps a pair with nothing at hand"),
+        (lambda: carried([(2, 0, 0, 0, 1), (1, 0, 0, 0, 1)]), "after round 2"),
+        (lambda: comm.StatePlan(AttentionLayout(owners), way="ring"), "`way` is 'ring'; expected"),
+        (lambda: comm.StatePlan(AttentionLayout(owners), matrix_rows=0), "`matrix_rows` is 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()

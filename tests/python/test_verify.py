@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,11 +18,12 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from verify_targets import Dying, Unmade
 
 import longspan
-from longspan import _measuring, _verifying
+from longspan import _measuring, _verify_command, _verifying
 from longspan._measuring import Wishes, lengths_of
-from longspan._verify_command import main
+from longspan._verify_command import _parser, _Target, _wishes, main
 
 SMALL = ["--tokens", "96", "--documents", "4"]
 
@@ -360,6 +362,49 @@ def test_documents_make_up_the_tokens() -> None:
                 lengths = lengths_of(tokens, documents, seed)
                 assert sum(lengths) == tokens and len(lengths) == documents and min(lengths) >= 1
                 assert documents < 3 or 1 in lengths
+
+
+# ---- Several models.
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_costs_its_own_line() -> None:
+    """Also where it had verified others, and with others behind it."""
+    targets = [Unmade("a"), Dying("b"), Unmade("c")]
+    one, two, three = _verify_command._side_by_side(targets, Wishes(ranks=2), 1)
+    assert (one.model, one.word, one.why) == ("a", "not made", "ValueError: nobody makes a")
+    assert (two.model, two.word) == ("b", "wrong")
+    assert two.why.startswith("the process that verified it ended: ")
+    assert (three.model, three.word) == ("c", "not made")
+
+
+@pytest.mark.deep  # three processes that import transformers
+def test_models_side_by_side_are_told_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["llama", "gptj", "qwen3", "bart"]
+    arguments = [*names, "--ranks", "2", *SMALL]
+    status, found = verdicts(capsys, *arguments, "--jobs", "2")
+    assert status == 3 and [one["model"] for one in found] == names
+    assert [one["word"] for one in found] == ["right", "refused", "right", "refused"]
+    _, (alone,) = verdicts(capsys, "llama", *arguments[4:])
+    assert found[0]["numbers"]["loss"] == alone["numbers"]["loss"]
+
+
+def test_models_that_scan_token_by_token_get_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless somebody asked for a number; the first row says so."""
+    found = {}
+    for tokens in ((), ("--tokens", "64")):
+        for family in ("mamba", "llama"):
+            wishes = _wishes(_parser().parse_args([family, "--ranks", "2", *tokens]))
+            if not tokens:
+                assert (wishes.tokens, wishes.fewer) == (4096, 1024)
+                wishes = dataclasses.replace(wishes, tokens=80, fewer=40)
+            verdict = _verifying.verify(family, _Target(family).make, wishes)
+            assert verdict.word == "right", verdict.why
+            found[family, bool(tokens)] = verdict.rows[0].found
+    assert found["mamba", False].startswith("40 tokens, 7 documents of 1 to ")
+    assert found["mamba", False].endswith(" (it scans token by token)")
+    assert found["mamba", True].startswith("64 tokens") and "scans" not in found["mamba", True]
+    assert found["llama", False].startswith("80 tokens") and "scans" not in found["llama", False]
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ class Recipe:
     masks: tuple[str, ...] = ()
     #: Its module does not attend, but carries states or rows over borders.
     carries: bool = False
+    #: Without kernels, transformers scans it in Python, a token at a time.
+    by_token: bool = False
     #: Refuses a batch that the family would get wrong: (who, model, batch).
     check_batch: Callable[[str, torch.nn.Module, Mapping[str, Any]], None] | None = None
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 
 from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
-from longspan._models import AttentionLayer, LocalAttention, Parallelized, Recurrence
+from longspan._models import AttentionLayer, LocalAttention, Pair, Parallelized, Recurrence
 from longspan._rebinding import CannotRebind, named_in, rebound
 from longspan._recipes.recipe import Recipe, not_sharded
 from longspan._scans import Scans
@@ -124,6 +123,7 @@ def _delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     is_kernel: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """In place of `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: [B, L, H, D]
@@ -133,7 +133,7 @@ def _delta_rule(
     of K numbers. A run that goes on with a document learns both beside its own answer:
     K more channels of values, all zero, over the identity as the state that comes in."""
     local: LocalAttention = options[KEYWORD]
-    scans = local.scans(chunk_size)
+    scans = local.scans(chunk_size, pair)
     dtype, heads = query.dtype, value.shape[2]
     keys, values = key.shape[-1], value.shape[-1]
     if not is_kernel:
@@ -205,6 +205,7 @@ def _mamba2_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> torch.Tensor:
     """In place of `mamba2_chunk_scan`: [B, L, H, P] of this rank's tokens.
@@ -212,7 +213,7 @@ def _mamba2_scan(
     A state [P, N] shrinks by one number a head on its way, and a token reads what is left
     of it by its row of C."""
     local: LocalAttention = options[KEYWORD]
-    scans = local.scans(chunk_size)
+    scans = local.scans(chunk_size, pair)
     # Steps of time as the function makes them, so that pads can have none.
     steps = dt.to(_wide(dt.dtype))
     if dt_bias is not None:
@@ -282,13 +283,14 @@ def _selective_scan(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     is_kernel: bool = False,
+    pair: Pair = (0, 0, 1),
     **options: Any,
 ) -> torch.Tensor:
     """In place of `mamba_selective_scan`: [B, C, L] of this rank's tokens.
 
     A state has N numbers for each channel, which shrink one by one."""
     local: LocalAttention = options.pop(KEYWORD)
-    scans = local.scans(_SELECTIVE_CHUNK)
+    scans = local.scans(_SELECTIVE_CHUNK, pair)
     steps = dt.to(_wide(dt.dtype))
     if delta_bias is not None:
         steps = steps + delta_bias.to(steps.dtype).unsqueeze(-1)
@@ -355,6 +357,7 @@ class _Form:
     fused: tuple[str, ...] = ()
     #: Whether the forward hands its keyword arguments on to those functions.
     hands_on: bool = True
+    by_token: bool = False  #: see `Recipe`
 
 
 def _forward(module: Any, own: Function, *arguments: Any, **options: Any) -> Any:
@@ -371,25 +374,29 @@ def _forward(module: Any, own: Function, *arguments: Any, **options: Any) -> Any
         return own(module, *arguments, **options)
 
 
-def _with_keyword(
-    table: Mapping[str, Function], module: Any, *arguments: Any, **options: Any
-) -> Any:
-    """A layer's own forward, whose functions are not handed its keyword arguments: they are
-    given ours."""
-    local = {KEYWORD: options[KEYWORD]}
-    names = {name: functools.partial(function, **local) for name, function in table.items()}
-    return rebound(kind_of(module).forward, names)(module, *arguments, **options)
+class _Handing:
+    """A forward that does not hand its keyword arguments on to the functions that it calls:
+    while it runs, those find our batch here. One for each layer, so for each rank, and for
+    each copy of a layer."""
 
+    def __init__(self, forward: Function, table: dict[str, Function]) -> None:
+        self._forward, self._table = forward, table
+        self._local: LocalAttention | None = None
+        names = {name: functools.partial(self._given, ours) for name, ours in table.items()}
+        self._own = rebound(forward, names)
 
-_disabling = threading.Lock()
+    def __call__(self, module: Any, *arguments: Any, **options: Any) -> Any:
+        before, self._local = self._local, options[KEYWORD]
+        try:
+            return self._own(module, *arguments, **options)
+        finally:
+            self._local = before
 
+    def _given(self, ours: Function, *arguments: Any, **options: Any) -> Any:
+        return ours(*arguments, **{**options, KEYWORD: self._local})
 
-def _outside_graphs(function: Function) -> Function:
-    """The same function, which compiled code calls as it is."""
-    # What this imports takes a second, and ranks that are threads would do so at once.
-    with _disabling:
-        made: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return made
+    def __deepcopy__(self, _: Any) -> _Handing:
+        return _Handing(self._forward, self._table)
 
 
 def _named(function: Any, kind: Any) -> Any:
@@ -443,17 +450,16 @@ def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
             f"known; put the family's own back first"
         )
     kind = kind_of(module)
+    pair = form.recurrence(module).pair
     try:
         table: dict[str, Function] = {
-            seam: functools.partial(ours, own, is_kernel=_is_kernel(own))
+            seam: functools.partial(ours, own, is_kernel=_is_kernel(own), pair=pair)
             for seam, ours, own in (
                 (seam, ours, named_in(kind.forward, seam)) for seam, ours in form.table.items()
             )
         }
         table |= dict.fromkeys(form.fused, _not_fused)
-        made = rebound(kind.forward, table)
-        if not form.hands_on:
-            made = functools.partial(_outside_graphs(_with_keyword), table)
+        made = (rebound if form.hands_on else _Handing)(kind.forward, table)
     except CannotRebind as error:
         import transformers
 
@@ -541,6 +547,7 @@ _MAMBA = _Form(
     fused=("mamba_inner_fn",),
     recurrence=_selective,
     hands_on=False,
+    by_token=True,
 )
 _UNFUSED = dataclasses.replace(_MAMBA, fused=())
 _LINEAR = frozenset({"linear_attention", "full_attention"})
@@ -556,6 +563,7 @@ def _recipe(
         layer=functools.partial(_layer, form),
         redirect=functools.partial(_redirect, form),
         carries=True,
+        by_token=form.by_token,
     )
 
 
