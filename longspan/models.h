@@ -1,0 +1,10 @@
+#pragma once
+
+/// Layers of model families over the ranks of a group, beside everything of
+/// <longspan/torch.h>. Link Longspan::models.
+
+#include "longspan/models/convolve.h"
+#include "longspan/models/delta.h"
+#include "longspan/models/layer_share.h"
+#include "longspan/models/mamba2.h"
+#include "longspan/torch.h"
