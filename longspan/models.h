@@ -4,7 +4,10 @@
 /// <longspan/torch.h>. Link Longspan::models.
 
 #include "longspan/models/convolve.h"
+#include "longspan/models/deepseek_v4.h"
 #include "longspan/models/delta.h"
+#include "longspan/models/glm_dsa.h"
 #include "longspan/models/layer_share.h"
 #include "longspan/models/mamba2.h"
+#include "longspan/models/rotary.h"
 #include "longspan/torch.h"
