@@ -10,4 +10,5 @@
 #include "longspan/models/layer_share.h"
 #include "longspan/models/mamba2.h"
 #include "longspan/models/rotary.h"
+#include "longspan/models/safetensors.h"
 #include "longspan/torch.h"
