@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <longspan/models.h>
+#include <longspan/models/layers.h>
 
 #include <chrono>
 #include <cmath>
