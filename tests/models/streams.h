@@ -33,12 +33,28 @@ inline std::vector<Stream> streams() {
           {"padded", Packing::of({17, 1, 9}, {20, 2, 10}, 48)}};
 }
 
+/// Pieces of many lengths, dealt out in turn; the last rank holds its own from
+/// the last to the first.
+inline Ownership dealt(int64_t tokens, int ranks) {
+  std::vector<std::vector<TokenRange>> held(static_cast<std::size_t>(ranks));
+  int64_t begin = 0;
+  for (std::size_t i = 0; begin < tokens; ++i) {
+    const int64_t lengths[] = {2, 9, 5, 1, 7, 4, 3, 8, 6};
+    const int64_t end = std::min(tokens, begin + lengths[i % 9]);
+    held[i % held.size()].push_back({begin, end});
+    begin = end;
+  }
+  std::reverse(held.back().begin(), held.back().end());
+  return Ownership::of_ranges(held);
+}
+
 inline std::vector<Ownership> ownerships(int64_t tokens, int ranks) {
   std::vector<int64_t> sizes(static_cast<std::size_t>(ranks), 5);
   sizes.back() = tokens - 5 * (ranks - 1);
   if (ranks == 4) sizes[1] = 0, sizes[3] += 5;  // one has nothing
   return {Ownership::contiguous(tokens, ranks),
-          Ownership::head_tail(tokens, ranks), Ownership::of_sizes(sizes)};
+          Ownership::head_tail(tokens, ranks), Ownership::of_sizes(sizes),
+          dealt(tokens, ranks)};
 }
 
 /// Without a generator, which threads would share.
