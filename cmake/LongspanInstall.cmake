@@ -11,7 +11,7 @@ else()
   set(binary_dir ${CMAKE_INSTALL_BINDIR})
 endif()
 
-foreach(library longspan_core longspan_kernels longspan_torch)
+foreach(library longspan_core longspan_kernels longspan_torch longspan_models)
   if(TARGET ${library})
     string(REPLACE "longspan_" "" short ${library})
     set_target_properties(${library} PROPERTIES
@@ -75,6 +75,13 @@ if(TARGET longspan_torch)
     ${PROJECT_SOURCE_DIR}/longspan/ops/linear_cross_entropy.h
     ${PROJECT_SOURCE_DIR}/longspan/ops/selection.h
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan/ops)
+endif()
+if(TARGET longspan_models)
+  install(TARGETS longspan_models EXPORT LongspanTorchTargets
+    LIBRARY DESTINATION ${library_dir} ARCHIVE DESTINATION ${library_dir})
+  longspan_install_headers(models)
+  install(FILES ${PROJECT_SOURCE_DIR}/longspan/models.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/longspan)
 endif()
 configure_package_config_file(
   ${PROJECT_SOURCE_DIR}/cmake/LongspanConfig.cmake.in

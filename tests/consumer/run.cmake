@@ -20,6 +20,12 @@ else()
   list(FILTER headers EXCLUDE REGEX
     "^longspan/(torch.h|comm/|batch/|attention/|ops/)")
 endif()
+if(WITH_MODELS)
+  set(also "torch\\;models")
+  list(APPEND programs scans)
+else()
+  list(FILTER headers EXCLUDE REGEX "^longspan/models")
+endif()
 file(GLOB_RECURSE installed RELATIVE ${WORK}/prefix/include
   ${WORK}/prefix/include/*)
 list(SORT headers)
