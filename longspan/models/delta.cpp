@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <limits>
 
 #include "longspan/core/detail/check.h"
 #include "longspan/models/detail/run_chunks.h"
@@ -55,12 +54,7 @@ at::Tensor delta_rule(const DeltaTensors& tensors, const LayerShare& share,
   const at::Tensor left = taken(tensors.g).cumsum(2);
   const at::Tensor all = left.narrow(2, length - 1, 1);
 
-  const at::Tensor later =
-      at::ones({length, length}, left.options().dtype(at::kBool)).triu(1);
-  const at::Tensor between =
-      (left.unsqueeze(3) - left.unsqueeze(2))
-          .masked_fill(later, -std::numeric_limits<double>::infinity())
-          .exp();
+  const at::Tensor between = left_between(left);
   // What each token writes depends on what those before it in the chunk have
   // written: a triangular system, solved for values and for reads of a state.
   const at::Tensor written = k * beta;

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <limits>
-
 #include "longspan/core/detail/check.h"
 #include "longspan/models/detail/run_chunks.h"
 #include "longspan/ops/checks.h"
@@ -62,12 +60,7 @@ at::Tensor mamba2_scan(const Mamba2Tensors& tensors, const LayerShare& share,
         .reshape({n, heads, t.size(2), t.size(3)});
   };
   // Tokens of a chunk among each other.
-  const at::Tensor later =
-      at::ones({length, length}, left.options().dtype(at::kBool)).triu(1);
-  const at::Tensor between =
-      (left.unsqueeze(3) - left.unsqueeze(2))
-          .masked_fill(later, -std::numeric_limits<double>::infinity())
-          .exp();
+  const at::Tensor between = left_between(left);
   at::Tensor out = (by_head(c.matmul(b.transpose(2, 3))) * between).matmul(x);
 
   // What a chunk adds to a state, and how much of one it leaves: [n, H, P, N].

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "longspan/attention/state_tables.h"
@@ -181,6 +182,15 @@ at::Tensor states_before(const RunChunks& chunks,
   const at::Tensor states =
       before.empty() ? for_each(0, recurrence.state) : at::cat(before);
   return states + last;
+}
+
+at::Tensor left_between(const at::Tensor& left) {
+  const int64_t length = left.size(-1);
+  const at::Tensor later =
+      at::ones({length, length}, left.options().dtype(at::kBool)).triu(1);
+  return (left.unsqueeze(-1) - left.unsqueeze(-2))
+      .masked_fill(later, -std::numeric_limits<double>::infinity())
+      .exp();
 }
 
 at::Tensor tie_of(const std::vector<at::Tensor>& inputs, at::ScalarType type) {

@@ -73,6 +73,11 @@ at::Tensor states_before(const RunChunks& chunks,
                          const ChunkRecurrence& recurrence,
                          const at::Tensor& tie, const Group& group);
 
+/// What is left at token i of what token j of its chunk left behind: from the
+/// logs of decays up to each token, [.., length] -> [.., length, length] of
+/// exp(left_i - left_j), and 0 where j comes later.
+at::Tensor left_between(const at::Tensor& left);
+
 /// 0, depending on all of them; undefined ones are left out.
 at::Tensor tie_of(const std::vector<at::Tensor>& inputs, at::ScalarType type);
 
