@@ -159,9 +159,10 @@ def run_ranks(
             raise ValueError(
                 f"run_ranks: `timeout` is {timeout:g} s; expected 0 to {_LONGEST:g}, or a timedelta"
             )
+        timeout = timedelta(seconds=float(timeout))
     if ranks == 1:
         return [body(Group())]
-    run = _Run(ranks, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+    run = _Run(ranks, timeout)
     results: list[Any] = [None] * ranks
 
     def rank_main(rank: int) -> None:

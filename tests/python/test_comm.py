@@ -323,3 +323,8 @@ def test_ranks_that_were_given_different_layouts_all_say_so():
             longspan.shard(batch, group, layout=layout)
 
     longspan.run_ranks(2, refused, timeout=10)
+
+
+def test_a_deadline_may_be_any_whole_number() -> None:
+    seconds = torch.tensor([5]).numpy()[0]  # an integer of numpy's, which timedelta refuses
+    assert longspan.run_ranks(2, lambda group: group.timeout, timeout=seconds) == [5.0, 5.0]
