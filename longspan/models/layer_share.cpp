@@ -41,6 +41,12 @@ LayerShare::LayerShare(AttentionLayout layout, Group group, at::Device device) {
   check(layout.masks.size() == 1, "LayerShare: the layout has ",
         layout.masks.size(),
         " masks; expected one: lay the rows end to end in one stream");
+  const Mask& mask = layout.masks[0];
+  check(mask.band() == Band{} && mask.groups().empty() &&
+            mask.hidden().empty() && mask.ratio() == 0,
+        "LayerShare: the mask has a window, groups, hidden tokens or "
+        "compressed keys, which layers would not see; expected "
+        "Mask::causal(packing)");
   check(layout.ownership.ranks() == group.size(),
         "LayerShare: the ownership is over ", layout.ownership.ranks(),
         " ranks but the group has ", group.size());

@@ -24,9 +24,9 @@ struct RunChunks;
 /// order, on the device of the share.
 class LayerShare {
  public:
-  /// One mask, over as many ranks as the group has. Convolutions, scans, pools
-  /// and the window of DeepSeek-V4 ask it for documents alone; attention to
-  /// selected keys sees what it shows.
+  /// One causal mask, over as many ranks as the group has. Recurrences know
+  /// nothing but documents, so masks with a window, groups or hidden tokens are
+  /// refused: layers have their own windows, and pads belong into the packing.
   LayerShare(AttentionLayout layout, Group group, at::Device device = at::kCPU);
 
   const AttentionLayout& layout() const;

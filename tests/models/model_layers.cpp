@@ -5,7 +5,8 @@
 /// numbers of its configuration by the names of its struct, `tokens` and
 /// `documents` (lengths/slots, as in "19,1/3"), and `cuts`, how they are cut
 /// ("2 head-tail,3 uneven"). Its tensors are `hidden` and `gradient` [tokens,
-/// hidden], `layer.<parameter>`, and `frequencies` where positions turn.
+/// hidden], `layer.<parameter>`, `frequencies` where positions turn, and
+/// `before.<parameter>` of the layer whose selection is taken over.
 /// OUTPUT gets for each cut i `i.out`, and the gradients `i.hidden` and
 /// `i.layer.<parameter>`, summed over the ranks.
 
@@ -91,21 +92,32 @@ Built build(const Words& words, const SafetensorsFile& file) {
                          .eps = words.real("eps")}));
   }
   if (family == "glm_dsa") {
-    const auto layer = std::make_shared<GlmDsaAttention>(
-        GlmDsaConfig{.hidden = n("hidden"),
-                     .heads = n("heads"),
-                     .q_rank = n("q_rank"),
-                     .kv_rank = n("kv_rank"),
-                     .key_dim = n("key_dim"),
-                     .rotary_dim = n("rotary_dim"),
-                     .value_dim = n("value_dim"),
-                     .index_heads = n("index_heads"),
-                     .index_dim = n("index_dim"),
-                     .slots = n("slots"),
-                     .with_bias = n("with_bias") != 0,
-                     .frequencies = frequencies});
-    return {layer, [layer](const at::Tensor& hidden, const LayerShare& share) {
-              return layer->forward(hidden, share).out;
+    GlmDsaConfig config{.hidden = n("hidden"),
+                        .heads = n("heads"),
+                        .q_rank = n("q_rank"),
+                        .kv_rank = n("kv_rank"),
+                        .key_dim = n("key_dim"),
+                        .rotary_dim = n("rotary_dim"),
+                        .value_dim = n("value_dim"),
+                        .index_heads = n("index_heads"),
+                        .index_dim = n("index_dim"),
+                        .slots = n("slots"),
+                        .with_bias = n("with_bias") != 0,
+                        .frequencies = frequencies};
+    const auto full = std::make_shared<GlmDsaAttention>(config);
+    if (n("shared") == 0) {
+      return {full, [full](const at::Tensor& hidden, const LayerShare& share) {
+                return full->forward(hidden, share).out;
+              }};
+    }
+    // The layer before it, whose selection it takes over.
+    full->to(at::kDouble);
+    load_weights(*full, file.path(), "before.");
+    config.shared = true;
+    const auto layer = std::make_shared<GlmDsaAttention>(config);
+    return {layer, [=](const at::Tensor& hidden, const LayerShare& share) {
+              const auto first = full->forward(hidden.detach(), share);
+              return layer->forward(hidden, share, first.selection).out;
             }};
   }
   if (family == "deepseek_v4") {

@@ -245,6 +245,19 @@ TEST(LayerShare, RefusesWhatDoesNotFit) {
                   Group::solo());
             }),
             "LayerShare: the ownership is over 2 ranks but the group has 1");
+  const Packing packing = Packing::of({5, 3});
+  for (const Mask& mask : {Mask::full(packing), Mask::sliding(packing, 4),
+                           Mask::causal(packing).with_hidden({{0, 1}}),
+                           Mask::causal(packing).with_groups({{1, 3}})}) {
+    EXPECT_EQ(message_of([&] {
+                LayerShare(
+                    AttentionLayout::of(Ownership::contiguous(8, 1), {mask}),
+                    Group::solo());
+              }),
+              "LayerShare: the mask has a window, groups, hidden tokens or "
+              "compressed keys, which layers would not see; expected "
+              "Mask::causal(packing)");
+  }
 }
 
 }  // namespace

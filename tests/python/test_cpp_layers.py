@@ -77,9 +77,10 @@ def delta() -> tuple[Any, Numbers, Alone]:
     return layer, numbers, layer
 
 
-def glm_dsa(**options: Any) -> tuple[Any, Numbers, Alone]:
+def glm_dsa(shared: bool = False, **options: Any) -> tuple[Any, Numbers, Alone]:
     model = decoder("glm_moe_dsa", attn_implementation="eager", **options).model.eval()
-    layer, rotary = model.layers[0].self_attn, model.rotary_emb
+    full, rotary = model.layers[0].self_attn, model.rotary_emb
+    layer = model.layers[1].self_attn if shared else full
     config = layer.config
     numbers = {
         "heads": layer.num_heads,
@@ -92,13 +93,20 @@ def glm_dsa(**options: Any) -> tuple[Any, Numbers, Alone]:
         "index_dim": config.index_head_dim,
         "slots": config.index_topk,
         "with_bias": int(config.attention_bias),
+        "shared": int(shared),
         "frequencies": rotary.inv_freq,
     }
+    if shared:
+        numbers |= {f"before.{name}": value for name, value in full.state_dict().items()}
 
     def alone(hidden: Tensor) -> Tensor:
         positions = torch.arange(hidden.shape[1])[None]
         angles = rotary(hidden, position_ids=positions)
-        out: Tensor = layer(hidden, angles, causal(hidden.shape[1]))[0]
+        mask, given = causal(hidden.shape[1]), {}
+        if shared:
+            with torch.no_grad():
+                given["prev_topk_indices"] = full(hidden, angles, mask)[2]
+        out: Tensor = layer(hidden, angles, mask, **given)[0]
         return out
 
     return layer, numbers, alone
@@ -144,6 +152,7 @@ LAYERS: dict[str, Callable[[], tuple[Any, Numbers, Alone]]] = {
     "delta": delta,
     "glm_dsa": glm_dsa,
     "glm_dsa with biases": functools.partial(glm_dsa, attention_bias=True),
+    "glm_dsa, a selection taken over": functools.partial(glm_dsa, shared=True),
     "deepseek_v4, a window": functools.partial(deepseek_v4, 0),
     "deepseek_v4, all pools": functools.partial(deepseek_v4, 1),
     "deepseek_v4, selected pools": functools.partial(deepseek_v4, 2),
@@ -168,9 +177,9 @@ def write(folder: pathlib.Path, name: str) -> tuple[pathlib.Path, Any, Alone, Te
     # What lies in pads is seen by nobody.
     hidden[[i for i in range(TOKENS) if not any(i in range(TOKENS)[p] for p in places())]] = 1e3
     tensors = {f"layer.{key}": value.detach() for key, value in layer.state_dict().items()}
-    frequencies = numbers.pop("frequencies", None)
-    if frequencies is not None:
-        tensors["frequencies"] = frequencies
+    others = {key: value for key, value in numbers.items() if isinstance(value, Tensor)}
+    numbers = {key: value for key, value in numbers.items() if key not in others}
+    tensors |= {key: value.detach() for key, value in others.items()}
     words = {key: str(value) for key, value in numbers.items()} | {
         "family": name.split()[0].rstrip(","),
         "hidden": str(width),
