@@ -13,7 +13,7 @@ _FONT = 'font-family="sans-serif" font-size="12"'
 
 def error_bars(rows: Sequence[tuple[str, float, float]], names: tuple[str, str]) -> str:
     """Pairs of errors on a scale of powers of ten: (label, one, other); 0 has no bar."""
-    left, right, step = 8 + 7 * max((len(label) for label, _, _ in rows), default=4), 90, 30
+    left, right, step = 12 + 8 * max((len(label) for label, _, _ in rows), default=4), 90, 30
     width, top = 760, 34
     positive = [e for _, one, other in rows for e in (one, other) if 0 < e < math.inf]
     low = math.floor(math.log10(min(positive))) - 1 if positive else -16
