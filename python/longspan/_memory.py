@@ -80,7 +80,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         before = self.live
-        out = func(*args, **(kwargs or {}))
+        # Its shapes without values are there for bfloat16 alone.
+        run = _grouped_product if func.name() == "aten::_grouped_mm" else func
+        out = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._meet(leaf.untyped_storage())
@@ -104,6 +106,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._sizes.pop(key, 0)
 
 
+def _grouped_product(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The place of what torch's grouped product gives: rows of one side that belong to matrices
+    of the other, in groups that end at `ends`."""
+    groups = () if left.dim() + right.dim() == 5 else (len(left) if ends is None else len(ends),)
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=dtype)
+
+
 @dataclass(frozen=True)
 class Wishes:
     """What a step will be like, as far as the model does not say."""
@@ -116,13 +131,23 @@ class Wishes:
     on_host: bool = False  #: tiles of the loss are smaller on a CPU
 
 
+class _OnPaper(Group):
+    """A rank of a group that is not there: plans are made for it, while operators, which have
+    nothing to send without values, know one rank alone."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self._rank, self._size = rank, ranks
+
+
 def estimate(
     model: nn.Module, local: LocalBatch, layers: Sequence[AttentionLayer], wishes: Wishes
 ) -> Memory:
     """The memory of one training step with this share of a batch. The model is not changed."""
     weights, trained = _weights(model)
     twin = _twin(model, wishes.dtype)
-    state = Parallelized(Group.solo(), wishes.strategy, "head-tail", list(layers))
+    place = _OnPaper(local.cut.rank, local.cut.ranks)
+    state = Parallelized(place, wishes.strategy, "head-tail", list(layers))
     offloads = wishes.tiles is not None and wishes.tiles.offload is not None
     if wishes.tiles is not None:  # what waits on the host is left out below
         state.tiles = dataclasses.replace(wishes.tiles, offload=None)
@@ -134,6 +159,8 @@ def estimate(
         for key, value in local.items()
     }
     inputs[KEYWORD] = attention
+    if state.masks:
+        inputs["attention_mask"] = dict.fromkeys(state.masks, attention)
     known = [*twin.parameters(), *twin.buffers()]
     if wishes.shards > 1:  # those of a block go as soon as they are there; shards are added below
         learned: list[Any] = list(twin.parameters())
@@ -209,7 +236,18 @@ def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         swapped[id(one)] = here
     state = find_state(model)
     with contextlib.nullcontext() if state is None else state.put_aside():
-        return copy.deepcopy(model, swapped)
+        twin = copy.deepcopy(model, swapped)
+    _experts_side_by_side(twin)
+    return twin
+
+
+def _experts_side_by_side(twin: nn.Module) -> None:
+    """Experts that look for their tokens one after the other need values to find them. As one
+    product of all, they keep as many rows of the same widths."""
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == "eager":
+            config._experts_implementation = "grouped_mm"
 
 
 def _is_ddp(model: nn.Module) -> bool:
@@ -279,9 +317,32 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
             traded += gradients * own
         return moves + gradients * sums + traded * trades
 
+    #: Rows of the whole stream for one of this rank, where they are gathered.
+    spread = cut.ownership.tokens / max(cut.local_tokens, 1) if cut.ranks > 1 else 0
+
+    def selecting(args: Sequence[Any]) -> int:
+        k = args[1]
+        return int(_size(k) * spread)
+
+    def selected(args: Sequence[Any]) -> int:
+        q: Tensor = args[0]
+        kv: Tensor = args[1]
+        heads = q.numel() // max(q.shape[-1], 1)
+        channels = int(args[5]) or kv.shape[-1]
+        return int(_size(kv) * spread) + heads * (channels * q.element_size() + 4)
+
+    def selected_backward(args: Sequence[Any]) -> int:
+        q, kv = args[1:3]
+        sums = kv.numel() * max(kv.element_size(), 4)
+        rows = (_size(kv) + sums) * spread if spread else sums
+        return int(rows) + _size(q) + _size(kv)
+
     return {
         "longspan::attend": functools.partial(inside, forward=True),
         "longspan::attend_backward": functools.partial(inside, forward=False),
+        "longspan::select_keys": selecting,
+        "longspan::attend_selected": selected,
+        "longspan::attend_selected_backward": selected_backward,
     }
 
 

@@ -380,6 +380,30 @@ STATEFUL: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Sizes for 256 channels, where activations count.
+WIDER_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 16,
+    "chunk_size": 64,
+}
+WIDER_GLM: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 32,
+    "index_topk": 128,
+    "index_head_dim": 32,
+    "moe_intermediate_size": 256,
+    "experts_implementation": "grouped_mm",
+}
+
+
 def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A model with random weights, the same in every process and type. Options are of its
     configuration."""

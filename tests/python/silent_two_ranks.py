@@ -18,7 +18,7 @@ import longspan
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from allocations import peak_of_step
-from oracle.tiny_decoders import FAMILIES, decoder, packed
+from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, decoder, packed
 
 group = longspan.Group.from_environment()
 mesh = init_device_mesh("cpu", (2,))
@@ -78,16 +78,23 @@ def memory() -> None:
     ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
     whole = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([lengths])}
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
-    for dtype in (torch.float32, torch.bfloat16):
-        for strategy in ("ring", "gathered", "head_parallel"):
-            model = FAMILIES["llama"](**sizes).to(dtype).train()
-            longspan.parallelize(model, group, strategy=strategy, proof=False)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            said = longspan.explain(model, lengths, ranks=2, rank=group.rank(), device="cpu")
-            assert said.memory is not None, said.no_memory
-            told = said.memory.peak - said.memory.weights - said.memory.optimizer
-            real = peak_of_step(model, longspan.shard(whole, group, model=model))
-            print(f"memory: {strategy} {dtype} {told / real:.3f}")
+    cases: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [
+        ("llama", strategy, dtype, {})
+        for dtype in (torch.float32, torch.bfloat16)
+        for strategy in ("ring", "gathered", "head_parallel")
+    ]
+    at_once = {"experts_implementation": "grouped_mm"}
+    for family, more in (("mixtral", at_once), ("mamba2", WIDER_MAMBA), ("glm_moe_dsa", WIDER_GLM)):
+        cases.append((family, "ring", torch.float32, more))
+    for family, strategy, dtype, more in cases:
+        model = decoder(family, dtype, **(sizes | more)).train()
+        longspan.parallelize(model, group, strategy=strategy, proof=False)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        said = longspan.explain(model, lengths, ranks=2, rank=group.rank(), device="cpu")
+        assert said.memory is not None, said.no_memory
+        told = said.memory.peak - said.memory.weights - said.memory.optimizer
+        real = peak_of_step(model, longspan.shard(whole, group, model=model))
+        print(f"memory: {family}-{strategy} {dtype} {told / real:.3f}")
 
 
 for part in (wrappers, seeds, memory):

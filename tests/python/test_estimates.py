@@ -17,7 +17,7 @@ from longspan import Group, _estimating, run_ranks
 pytest.importorskip("transformers")
 
 from allocations import peak_of_step
-from oracle.tiny_decoders import FAMILIES, decoder, packed
+from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, decoder, packed
 from processes import silent_two_ranks
 from transformers import AutoModelForCausalLM
 
@@ -34,8 +34,7 @@ SIZES = {
 
 def wider(family: str, dtype: torch.dtype, **sizes: Any) -> Any:
     """Large enough for activations to count."""
-    torch.manual_seed(0)
-    return FAMILIES[family](**(SIZES | sizes)).to(dtype).train()
+    return decoder(family, dtype, **(SIZES | sizes)).train()
 
 
 CASES = {
@@ -46,6 +45,16 @@ CASES = {
     "gemma3": ("gemma3", torch.float32, False, {"vocab_size": 2000, "num_hidden_layers": 2}),
     "llama, tiles": ("llama", torch.float32, True, {"vocab_size": 8000}),
     "llama, bfloat16, tiles": ("llama", torch.bfloat16, True, {"vocab_size": 8000}),
+    "mixtral, experts in turn": ("mixtral", torch.float32, False, {}),
+    "mixtral, experts at once": (
+        "mixtral",
+        torch.float32,
+        False,
+        {"experts_implementation": "grouped_mm"},
+    ),
+    "mamba2": ("mamba2", torch.float32, False, WIDER_MAMBA),
+    "qwen3_next": ("qwen3_next", torch.float32, True, {"num_hidden_layers": 3}),
+    "glm_moe_dsa": ("glm_moe_dsa", torch.float32, False, WIDER_GLM),
 }
 
 
@@ -79,7 +88,7 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
         [line.split() for line in text.splitlines() if line.startswith("memory: ")]
         for text in silent_two_ranks()
     ]
-    assert [len(found) for found in of_ranks] == [6, 6]
+    assert [len(found) for found in of_ranks] == [9, 9]
     for first, second in zip(*of_ranks, strict=True):
         assert first[:3] == second[:3]
         ratios = sorted(float(one[3]) for one in (first, second))
@@ -181,15 +190,25 @@ def test_balance_is_that_of_all_ranks() -> None:
     assert longspan.explain(model, LENGTHS).balance is None
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma4", "deepseek_v3", "glm_moe_dsa"])
-def test_other_families_are_known_or_say_why(family: str) -> None:
-    said = longspan.explain(decoder(family, torch.float32), [40, 24], ranks=2, device="h100")
-    if said.memory is None:
-        assert "does not run without values (" in said.no_memory
-        assert "memory: not known, since" in str(said)
-        assert said.fits is None
-    else:
-        assert said.memory.peak > said.memory.weights
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "gemma4", "deepseek_v3", "glm_moe_dsa", "lfm2_moe", "kimi_linear"]
+)
+def test_other_families_are_known(family: str) -> None:
+    model = decoder(family, torch.float32)
+    before = model.config.to_dict(), getattr(model.config, "_experts_implementation", None)
+    said = longspan.explain(model, [40, 24], ranks=2, device="h100")
+    assert said.memory is not None, said.no_memory
+    assert said.memory.peak > said.memory.weights
+    after = model.config.to_dict(), getattr(model.config, "_experts_implementation", None)
+    assert before == after
+
+
+def test_what_is_not_known_says_why() -> None:
+    """Pools of DeepSeek-V4 are gathered over ranks, which has no form without a group."""
+    said = longspan.explain(decoder("deepseek_v4", torch.float32), [40, 24], ranks=2, device="h100")
+    assert said.memory is None and said.fits is None
+    assert "does not run without values (" in said.no_memory
+    assert "memory: not known, since" in str(said)
 
 
 def test_a_parallelized_model_stays_as_it_is() -> None:
