@@ -113,7 +113,8 @@ GroupRecord::GroupRecord(
       timeout(timeout_of_environment()),
       others_(static_cast<std::size_t>(size)),
       processes_(static_cast<std::size_t>(size)),
-      lines_(static_cast<std::size_t>(size)) {}
+      lines_(static_cast<std::size_t>(size)),
+      shared_store_(process_group->getStore()) {}
 
 // ---- Waits.
 
@@ -325,7 +326,8 @@ void GroupRecord::leave() {
 }
 
 void GroupRecord::begin(std::string text) {
-  bool compares = agreement() == Agree::every, looks = false;
+  bool compares = agreement() == Agree::every;
+  std::optional<milliseconds> patience;  // with a look, where there is one
   if (!marked_.exchange(true)) {
     if (const auto group = process_group.lock();
         group.defined() && group->getStore().defined()) {
@@ -346,8 +348,13 @@ void GroupRecord::begin(std::string text) {
     // Once, now that the others have been here: later the store may be gone.
     // Those on other machines answer each other, which takes a few looks.
     const auto calls = static_cast<uint64_t>(history_.calls());
-    looks = calls == 2 || (calls > 2 && calls <= kLastLook &&
-                           std::has_single_bit(calls) && lacks_lines());
+    // The first is waited for: it would be under way when a short program ends.
+    if (calls == 2) {
+      patience = kPatience;
+    } else if (calls > 2 && calls <= kLastLook && std::has_single_bit(calls) &&
+               lacks_lines()) {
+      patience = milliseconds(0);
+    }
     look_pause_ = milliseconds(0);
     if (agreement() == Agree::first) {
       if (!is_nccl_) {
@@ -359,7 +366,7 @@ void GroupRecord::begin(std::string text) {
       }
     }
   }
-  if (looks) look(milliseconds(0));
+  if (patience) look(*patience);
   if (compares) meet();
 }
 
@@ -482,12 +489,11 @@ void GroupRecord::exchange_histories() {
       mine = history_.encode();
       processes = processes_;
     }
+    // Until this is over: the rank that serves it would cut the others off.
+    const auto shared_store = shared_store_.lock();
     try {
-      if (!store_.defined()) {
-        const auto group = process_group.lock();
-        if (group.defined() && group->getStore().defined()) {
-          store_ = own_connection(group->getStore());
-        }
+      if (!store_.defined() && shared_store.defined()) {
+        store_ = own_connection(shared_store);
       }
       if (store_.defined()) {
         if (mine != published_) {

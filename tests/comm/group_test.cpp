@@ -3,11 +3,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <future>
 
 #include "longspan/comm/agree.h"
 #include "longspan/comm/collectives.h"
 #include "longspan/comm/detail/gloo_groups.h"
+#include "longspan/comm/detail/group_record.h"
 #include "longspan/comm/detail/launch.h"
 #include "longspan/core/detail/check.h"
 #include "tests/comm/ranks.h"
@@ -45,6 +49,29 @@ TEST(Group, KnowsItsTimeoutAndBackend) {
                   join("rank ", group.rank(), " of 2 (gloo)"));
       },
       test::kShort);
+}
+
+/// A store whose first connection takes until it is let.
+struct SlowStore : c10d::HashStore {
+  std::promise<void> asked, let;
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    asked.set_value();
+    let.get_future().wait();
+    return c10::make_intrusive<c10d::HashStore>();
+  }
+};
+
+TEST(Group, EndsWhenItIsDestroyedThoughTheStoreIsSlow) {
+  const auto store = c10::make_intrusive<SlowStore>();
+  auto process_group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 2);
+  const Group group = Group::of(process_group);
+  group.record()->begin("the first call");
+  group.record()->begin("the second, after which the others are looked at");
+  store->asked.get_future().wait();
+  process_group.reset();
+  EXPECT_EQ(group.to_string(), "rank 0 of 2 (destroyed)");
+  store->let.set_value();
 }
 
 TEST(Group, ARegisteredGroupKeepsItsName) {

@@ -150,7 +150,9 @@ struct GroupRecord : std::enable_shared_from_this<GroupRecord> {
   std::chrono::milliseconds look_pause_{0};
   std::condition_variable looked_;
 
-  // Of exchange_histories() alone.
+  // Of exchange_histories() alone. Its thread never holds the process group,
+  // which would not end then when it is destroyed.
+  const c10::weak_intrusive_ptr<c10d::Store> shared_store_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::string published_;
   bool listens_ = false;
