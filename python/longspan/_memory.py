@@ -38,6 +38,8 @@ OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 #: Of an operator's name and arguments: what it has while it runs, its results included.
 Inside = dict[str, Callable[[Sequence[Any]], int]]
+#: Of an operator's name: what runs in its place, where its own shapes ask for more than sizes.
+Instead = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, counts the bytes of tensors that were made and are alive. `inside` says what an
     operator has for itself while it runs."""
 
-    def __init__(self, inside: Inside | None = None, known: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        inside: Inside | None = None,
+        known: Sequence[Tensor] = (),
+        instead: Instead | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.inside: dict[str, int] = {}  #: the most, by operator
         self._inside = inside or {}
+        self._instead = instead or {}
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self._known = known  # alive as long as we are
 
@@ -80,13 +88,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         before = self.live
-        # Its shapes without values are there for bfloat16 alone.
-        run = _grouped_product if func.name() == "aten::_grouped_mm" else func
-        out = run(*args, **(kwargs or {}))
+        name = func.name()
+        out = self._instead.get(name, func)(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._meet(leaf.untyped_storage())
-        name = func.name()
         if name in self._inside:
             inside = self._inside[name](args)
             self.inside[name] = max(self.inside.get(name, 0), inside)
@@ -113,10 +119,27 @@ def _grouped_product(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The place of what torch's grouped product gives: rows of one side that belong to matrices
-    of the other, in groups that end at `ends`."""
+    """The place of what torch's grouped product gives, whose own shapes without values are there
+    for bfloat16 alone: rows of one side that belong to matrices of the other, in groups that end
+    at `ends`."""
     groups = () if left.dim() + right.dim() == 5 else (len(left) if ends is None else len(ends),)
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=dtype)
+
+
+def _on_paper(rank: int) -> Instead:
+    """Where the tokens of all ranks come together, operators ask a group how many there are."""
+
+    def gathered(x: Tensor, axis: int, sizes: Sequence[int], group: str) -> Tensor:
+        return x.new_empty((*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :]))
+
+    def scattered(x: Tensor, axis: int, sizes: Sequence[int], group: str) -> Tensor:
+        return x.new_empty((*x.shape[:axis], sizes[rank], *x.shape[axis + 1 :]))
+
+    return {
+        "aten::_grouped_mm": _grouped_product,
+        "longspan::all_gather_tokens": gathered,
+        "longspan::reduce_scatter_tokens": scattered,
+    }
 
 
 @dataclass(frozen=True)
@@ -168,7 +191,7 @@ def estimate(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
     of_attention, of_loss = _attention_bytes(attention, layers), _loss_bytes(wishes.on_host)
-    live = LiveBytes({**of_attention, **of_loss}, known)
+    live = LiveBytes({**of_attention, **of_loss}, known, _on_paper(local.cut.rank))
     marks: dict[str, int] = {}
     with _around_head(twin, live, marks), live:
         with _on_the_host(twin, inputs) if offloads else contextlib.nullcontext():
@@ -320,21 +343,26 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
     #: Rows of the whole stream for one of this rank, where they are gathered.
     spread = cut.ownership.tokens / max(cut.local_tokens, 1) if cut.ranks > 1 else 0
 
+    def copies(args: Sequence[Any], layout: int) -> float:
+        """None where the caller brought the rows of other ranks."""
+        return spread if len(args) > layout and args[layout] is not None else 0
+
     def selecting(args: Sequence[Any]) -> int:
         k = args[1]
-        return int(_size(k) * spread)
+        return int(_size(k) * copies(args, 8))
 
     def selected(args: Sequence[Any]) -> int:
         q: Tensor = args[0]
         kv: Tensor = args[1]
         heads = q.numel() // max(q.shape[-1], 1)
         channels = int(args[5]) or kv.shape[-1]
-        return int(_size(kv) * spread) + heads * (channels * q.element_size() + 4)
+        return int(_size(kv) * copies(args, 6)) + heads * (channels * q.element_size() + 4)
 
     def selected_backward(args: Sequence[Any]) -> int:
         q, kv = args[1:3]
         sums = kv.numel() * max(kv.element_size(), 4)
-        rows = (_size(kv) + sums) * spread if spread else sums
+        held = copies(args, 10)
+        rows = (_size(kv) + sums) * held if held else sums
         return int(rows) + _size(q) + _size(kv)
 
     return {

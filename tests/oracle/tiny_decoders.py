@@ -402,6 +402,19 @@ WIDER_GLM: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "experts_implementation": "grouped_mm",
 }
+WIDER_V4: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "q_lora_rank": 64,
+    "o_lora_rank": 32,
+    "index_head_dim": 32,
+    "index_topk": 32,
+    "moe_intermediate_size": 128,
+    "sliding_window": 32,
+    "max_position_embeddings": 4096,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    "experts_implementation": "grouped_mm",
+}
 
 
 def decoder(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

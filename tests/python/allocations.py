@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ def peak_of_step(model: Any, local: dict[str, Any]) -> int:
 
 def peak_of(run: Callable[[], Any]) -> int:
     """The most bytes that were there at once, beyond those before."""
+    gc.collect()  # what others left and an earlier profile saw would be taken off here
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()

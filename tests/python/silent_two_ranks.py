@@ -18,7 +18,7 @@ import longspan
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from allocations import peak_of_step
-from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, decoder, packed
+from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
 
 group = longspan.Group.from_environment()
 mesh = init_device_mesh("cpu", (2,))
@@ -84,7 +84,10 @@ def memory() -> None:
         for strategy in ("ring", "gathered", "head_parallel")
     ]
     at_once = {"experts_implementation": "grouped_mm"}
-    for family, more in (("mixtral", at_once), ("mamba2", WIDER_MAMBA), ("glm_moe_dsa", WIDER_GLM)):
+    for family, more in (
+        *(("mixtral", at_once), ("mamba2", WIDER_MAMBA)),
+        *(("glm_moe_dsa", WIDER_GLM), ("deepseek_v4", WIDER_V4)),
+    ):
         cases.append((family, "ring", torch.float32, more))
     for family, strategy, dtype, more in cases:
         model = decoder(family, dtype, **(sizes | more)).train()

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import longspan
-from longspan import Group, _estimating, run_ranks
+from longspan import Group, _estimating, _families, run_ranks
 
 pytest.importorskip("transformers")
 
 from allocations import peak_of_step
-from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, decoder, packed
+from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
 from processes import silent_two_ranks
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +55,7 @@ CASES = {
     "mamba2": ("mamba2", torch.float32, False, WIDER_MAMBA),
     "qwen3_next": ("qwen3_next", torch.float32, True, {"num_hidden_layers": 3}),
     "glm_moe_dsa": ("glm_moe_dsa", torch.float32, False, WIDER_GLM),
+    "deepseek_v4": ("deepseek_v4", torch.float32, True, WIDER_V4 | {"num_hidden_layers": 4}),
 }
 
 
@@ -88,7 +89,7 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
         [line.split() for line in text.splitlines() if line.startswith("memory: ")]
         for text in silent_two_ranks()
     ]
-    assert [len(found) for found in of_ranks] == [9, 9]
+    assert [len(found) for found in of_ranks] == [10, 10]
     for first, second in zip(*of_ranks, strict=True):
         assert first[:3] == second[:3]
         ratios = sorted(float(one[3]) for one in (first, second))
@@ -191,7 +192,11 @@ def test_balance_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma2", "gemma4", "deepseek_v3", "glm_moe_dsa", "lfm2_moe", "kimi_linear"]
+    "family",
+    [
+        *("qwen3", "gemma2", "gemma4", "deepseek_v3", "deepseek_v4"),
+        *("glm_moe_dsa", "lfm2_moe", "kimi_linear"),
+    ],
 )
 def test_other_families_are_known(family: str) -> None:
     model = decoder(family, torch.float32)
@@ -204,8 +209,9 @@ def test_other_families_are_known(family: str) -> None:
 
 
 def test_what_is_not_known_says_why() -> None:
-    """Pools of DeepSeek-V4 are gathered over ranks, which has no form without a group."""
-    said = longspan.explain(decoder("deepseek_v4", torch.float32), [40, 24], ranks=2, device="h100")
+    """Experts of DBRX look for their tokens one after the other, and have no other way."""
+    dbrx = next(one for one in _families.families() if one.kind == "dbrx")
+    said = longspan.explain(_families.made(dbrx), [40, 24], ranks=2, device="h100")
     assert said.memory is None and said.fits is None
     assert "does not run without values (" in said.no_memory
     assert "memory: not known, since" in str(said)
