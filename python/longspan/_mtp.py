@@ -83,8 +83,9 @@ def _check_mtp(mtp: Any) -> None:
         )
     for name, _, recipe in recipes_in(mtp):
         raise NotImplementedError(
-            f"{_WHO}: '{name}' is a layer of {recipe.family}, whose recipe knows the layers of the "
-            f"model alone; train it without multi-token prediction"
+            f"{_WHO}: '{name}' is a layer of {recipe.family}, and transformers runs plain "
+            f"attention alone behind a model; where the family has it, set mtp_layer_types to "
+            f"'full_attention' before the MtpModel is made"
         )
     for name, module in mtp.named_modules():
         if _transformers.is_attention(module) and not _transformers.is_redirected(module):

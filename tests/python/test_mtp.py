@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("transformers.modeling_layers")
 
 import transformers
-from oracle.tiny_decoders import Case, packed, padded
+from oracle.tiny_decoders import Case, decoder, packed, padded
 from transformers import modeling_layers
 
 import longspan
@@ -39,6 +39,19 @@ _SIZES = {
 }
 
 
+def bailing_hybrid() -> Any:
+    """Layers with states below, and plain attention ahead: transformers runs no others there."""
+    pytest.importorskip("transformers.models.bailing_hybrid")
+    model = decoder(
+        "bailing_hybrid",
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        num_mtp_layers=DEPTHS,
+        mtp_layer_types=["full_attention"] * DEPTHS,
+        mtp_mlp_layer_types=["sparse"] * DEPTHS,
+    )
+    return model.config
+
+
 def model_of(family: str) -> Any:
     """Float64, with random weights, in evaluation."""
     made = {
@@ -49,6 +62,7 @@ def model_of(family: str) -> Any:
             num_mtp_layers=DEPTHS,
         ),
         "glm4_moe": lambda: transformers.Glm4MoeConfig(**_SIZES, head_dim=8, num_mtp_layers=DEPTHS),
+        "bailing_hybrid": bailing_hybrid,
     }[family]()
     made._experts_implementation = "eager"
     torch.manual_seed(0)
@@ -96,7 +110,8 @@ def alone(model: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
         ids = case.ids[d.row : d.row + 1, d.begin : d.end]
         wanted = labels[d.row : d.row + 1, d.begin : d.end]
         length = ids.shape[1]
-        out = model(input_ids=ids, use_cache=False, output_hidden_states=[1])
+        last = model.config.num_hidden_layers - 1
+        out = model(input_ids=ids, use_cache=False, output_hidden_states=[last])
         losses = [loss_of(out.logits[:, :-1], wanted[:, 1:], counts[0])]
         states = out.hidden_states[-1]
         for depth in range(DEPTHS):
@@ -157,6 +172,7 @@ CASES = {
         ("deepseek_v3", "rows", 4, "head-tail"),
         ("deepseek_v3", "left", 2, "contiguous-rows"),
         ("glm4_moe", "packed", 2, "contiguous-stream"),
+        ("bailing_hybrid", "packed", 2, "head-tail"),
     ],
 )
 def test_every_depth_is_that_of_each_document_alone(
@@ -222,3 +238,11 @@ def test_what_is_not_for_these_ranks_is_refused() -> None:
     assert "of a batch with labels" in refusal(unlabelled)
     with pytest.raises(ValueError, match="mtp_losses: this DeepseekV3ForCausalLM is not paral"):
         longspan.mtp_losses(plain, mtp_of(plain), {})  # type: ignore[arg-type]
+
+
+def test_layers_that_transformers_does_not_run_are_refused() -> None:
+    hybrid = model_of("bailing_hybrid")
+    hybrid.config.mtp_layer_types = ["linear_attention"] * DEPTHS
+    assert "is a layer of Bailing hybrid, and transformers runs plain attention alone" in refusal(
+        mtp=mtp_of(longspan.parallelize(hybrid))
+    )
