@@ -18,6 +18,9 @@ namespace {
 
 using longspan::cli::Exit;
 
+/// Commands that ask models, which live in Python.
+constexpr std::string_view kInPython[] = {"estimate", "train", "verify"};
+
 /// Messages of others as one line.
 std::string one_line(std::string text) {
   while (!text.empty() && text.back() == '\n') text.pop_back();
@@ -56,6 +59,11 @@ int main(int argc, char** argv) {
   const std::string first = argc > 1 ? argv[1] : "";
   const bool named = first == "draw" || first == "plan" || first == "info";
   const std::string who = named ? "longspan " + first : "longspan";
+  if (std::ranges::find(kInPython, first) != std::ranges::end(kInPython)) {
+    return answer("longspan " + first,
+                  "models live in Python; run python -m longspan " + first,
+                  Exit::refused);
+  }
   if (const std::string flag = flag_without_value(argc, argv); !flag.empty()) {
     return answer(who, "'" + flag + "' has no value; write one after it",
                   Exit::refused);

@@ -379,6 +379,10 @@ def test_a_bad_argument_gets_a_sentence(arguments, sentence, tmp_path):
             "longspan: The following argument was not expected: paint; see longspan --help",
         ),
         (
+            ["verify", "all", "--ranks", "4"],
+            "longspan verify: models live in Python; run python -m longspan verify",
+        ),
+        (
             ["info", "x"],
             "longspan info: The following argument was not expected: x; see longspan info --help",
         ),
