@@ -1,9 +1,11 @@
 #include "longspan/models/safetensors.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <fstream>
 #include <limits>
@@ -196,8 +198,10 @@ void write_safetensors(const std::filesystem::path& path,
   std::string text = write_header(header);
   text.resize((text.size() + 7) / 8 * 8, ' ');
 
+  // Ranks may be threads, and all of them may save.
+  static std::atomic<int64_t> written = 0;
   std::filesystem::path partial = path;
-  partial += ".partial";
+  partial += join(".", getpid(), ".", written++, ".part");
   std::ofstream file(partial, std::ios::binary | std::ios::trunc);
   const uint64_t length = text.size();
   file.write(reinterpret_cast<const char*>(&length), sizeof(length));

@@ -8,6 +8,8 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "longspan/core/detail/check.h"
 #include "tests/support/values.h"
@@ -76,6 +78,23 @@ TEST_F(Safetensors, WhatIsWrittenIsRead) {
   EXPECT_FALSE(std::filesystem::exists(place("some.safetensors.partial")));
   EXPECT_EQ(message_of([&] { file.read("other"); }),
             "safetensors: '" + place().string() + "' has no 'other'");
+}
+
+/// Each writes numbers of its own; the file is that of one of them.
+TEST_F(Safetensors, ManyThreadsWriteOnePath) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < 4; ++i) {
+    threads.emplace_back([this, i] {
+      for (int64_t turn = 0; turn < 20; ++turn) {
+        write_safetensors(place(), {{"x", at::full({20000}, i, at::kLong)}});
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const at::Tensor x = SafetensorsFile::open(place()).read("x");
+  EXPECT_TRUE((x == x[0]).all().item<bool>());
+  const std::filesystem::directory_iterator files(place().parent_path()), none;
+  EXPECT_EQ(std::distance(files, none), 1);
 }
 
 TEST_F(Safetensors, NamesMayBeEscaped) {
