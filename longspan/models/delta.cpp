@@ -35,10 +35,13 @@ at::Tensor normalized(const at::Tensor& x) {
 at::Tensor delta_rule(const DeltaTensors& tensors, const LayerShare& share,
                       const DeltaOptions& options) {
   check_tensors(tensors, share);
-  const RunChunks& chunks = share.chunks(options.chunk);
   const auto type = sum_type(tensors.v);
   const int64_t heads = tensors.v.size(1), columns = tensors.v.size(2);
-  const int64_t rows = tensors.q.size(2), length = chunks.length;
+  const int64_t rows = tensors.q.size(2);
+  const RunChunks& chunks = share.chunks(
+      options.chunk, pair_of(type, heads * rows * rows, heads * rows * columns,
+                             /*matrix_rows=*/rows));
+  const int64_t length = chunks.length;
   const auto taken = [&](const at::Tensor& x) {  // [n, heads, length, ..]
     return chunks.take(x).transpose(1, 2).to(type);
   };

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +16,9 @@
 namespace longspan {
 
 namespace {
+
+/// The three numbers of a StatePair.
+using WeightOfPair = std::tuple<int64_t, int64_t, int64_t>;
 
 template <class T>
 at::Tensor numbers(const std::vector<T>& list, at::Device device) {
@@ -33,8 +36,8 @@ struct LayerShare::Plans {
   bool has_pads = false;
   std::map<int64_t, Halo> halos = {};
   std::map<std::pair<int64_t, PoolOverlap>, Pools> pools = {};
-  std::map<int64_t, RunChunks> chunks = {};
-  std::optional<StatePlan> states = {};
+  std::map<std::pair<int64_t, StateWay>, RunChunks> chunks = {};
+  std::map<WeightOfPair, StateWay> ways = {};
 };
 
 LayerShare::LayerShare(AttentionLayout layout, Group group, at::Device device) {
@@ -125,14 +128,19 @@ const LayerShare::Pools& LayerShare::pools(int64_t ratio,
   return plans_->pools.emplace(key, std::move(made)).first->second;
 }
 
-const RunChunks& LayerShare::chunks(int64_t most) const {
-  const auto found = plans_->chunks.find(most);
-  if (found != plans_->chunks.end()) return found->second;
-  if (!plans_->states) {
-    plans_->states = StatePlan::of(layout(), group().rank());
+const RunChunks& LayerShare::chunks(int64_t most, const StatePair& pair) const {
+  const WeightOfPair weight = {pair.transition_bytes, pair.state_bytes,
+                               pair.matrix_rows};
+  auto way = plans_->ways.find(weight);
+  if (way == plans_->ways.end()) {
+    way = plans_->ways.emplace(weight, StatePlan::choose(layout(), pair)).first;
   }
+  const auto key = std::pair(most, way->second);
+  const auto found = plans_->chunks.find(key);
+  if (found != plans_->chunks.end()) return found->second;
+  const auto plan = StatePlan::of(layout(), group().rank(), 1, way->second);
   return plans_->chunks
-      .emplace(most, RunChunks::of(*plans_->states, most, tokens(), device()))
+      .emplace(key, RunChunks::of(plan, most, tokens(), device()))
       .first->second;
 }
 

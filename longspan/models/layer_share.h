@@ -10,6 +10,7 @@
 #include "longspan/plan/attention_layout.h"
 #include "longspan/plan/halo_plan.h"
 #include "longspan/plan/pool_plan.h"
+#include "longspan/plan/state_plan.h"
 
 namespace longspan {
 
@@ -61,8 +62,9 @@ class LayerShare {
   };
   const Pools& pools(int64_t ratio, PoolOverlap overlap) const;
 
-  /// Runs cut into chunks of at most so many tokens (models/detail).
-  const RunChunks& chunks(int64_t most) const;
+  /// Runs cut into chunks of at most so many tokens (models/detail). States
+  /// travel in the way that takes less for pairs of this weight.
+  const RunChunks& chunks(int64_t most, const StatePair& pair) const;
 
   /// Refuses tensors that are not of this share: floating [tokens, ..], with
   /// as many axes more as there are `sizes`, each of which is checked unless

@@ -34,10 +34,11 @@ void check_tensors(const Mamba2Tensors& t, const LayerShare& share) {
 at::Tensor mamba2_scan(const Mamba2Tensors& tensors, const LayerShare& share,
                        int64_t chunk) {
   check_tensors(tensors, share);
-  const RunChunks& chunks = share.chunks(chunk);
   const auto type = sum_type(tensors.x);
   const int64_t heads = tensors.x.size(1), channels = tensors.x.size(2);
   const int64_t groups = tensors.B.size(1), states = tensors.B.size(2);
+  const RunChunks& chunks =
+      share.chunks(chunk, pair_of(type, heads, heads * channels * states));
   const int64_t n = chunks.chunks, length = chunks.length;
   const int64_t of_group = heads / groups;  // heads
   const auto taken = [&](const at::Tensor& x) {

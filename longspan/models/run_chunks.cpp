@@ -207,4 +207,12 @@ at::ScalarType sum_type(const at::Tensor& x) {
   return c10::promoteTypes(x.scalar_type(), at::kFloat);
 }
 
+StatePair pair_of(at::ScalarType type, int64_t transition, int64_t state,
+                  int64_t matrix_rows) {
+  const auto bytes = static_cast<int64_t>(c10::elementSize(type));
+  return {.transition_bytes = transition * bytes,
+          .state_bytes = state * bytes,
+          .matrix_rows = matrix_rows};
+}
+
 }  // namespace longspan

@@ -174,6 +174,38 @@ TEST(States, BytesAreThoseOfThePlan) {
   }
 }
 
+/// One document over eight ranks, with states of a megabyte: each rank sends
+/// one a round, and not its own to all others.
+TEST(States, LargeOnesTravelByAScan) {
+  const int64_t tokens = 24, heads = 8, rows = 64, columns = 256;
+  const Ownership owners = Ownership::contiguous(tokens, 8);
+  const std::vector<Mask> masks = {Mask::causal(Packing::single(tokens))};
+  const auto layout = AttentionLayout::of(owners, masks);
+  const Tensors whole = {
+      drawn({tokens, heads, rows}, 1), drawn({tokens, heads}, 2).abs(),
+      drawn({tokens, 1, columns}, 3), drawn({tokens, 1, columns}, 4)};
+  const at::Tensor A = -0.1 * at::ones({heads}, at::kDouble);
+  const auto scan = [&](const Tensors& t, const LayerShare& share) {
+    return mamba2_scan({t[0], t[1], A, t[2], t[3], {}}, share, 2);
+  };
+  const at::Tensor alone = scan(
+      whole,
+      LayerShare(AttentionLayout::of(Ownership::contiguous(tokens, 1), masks),
+                 Group::solo()));
+  run_ranks(8, [&](const Group& group) {
+    const at::Tensor mine = token_indices(owners, group.rank());
+    Tensors own;
+    for (const at::Tensor& x : whole) own.push_back(x.index_select(0, mine));
+    const int64_t before = group.sent_bytes();
+    const at::Tensor out = scan(own, LayerShare(layout, group));
+    test::expect_near(out, alone.index_select(0, mine), "out");
+    EXPECT_EQ(
+        group.sent_bytes() - before,
+        StatePlan::of(layout, group.rank(), 1, StateWay::scan)
+            .sent_bytes(heads * 8, heads * rows * columns * 8, Pass::forward));
+  });
+}
+
 TEST(States, HalfTypesAreSummedInFloat) {
   const LayerShare share(
       AttentionLayout::of(Ownership::contiguous(48, 1),

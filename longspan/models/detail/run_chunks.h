@@ -65,7 +65,7 @@ struct ChunkRecurrence {
 
 /// The state before each chunk, [chunks, .., K, V]: carried from chunk to chunk
 /// of a run, over the borders of runs and ranks, and begun with nothing by
-/// every document. One exchange where some document lies in several runs.
+/// every document. Exchanges where some document lies in several runs.
 ///
 /// `tie` is 0 and depends on all inputs of the layer, so that ranks that have
 /// nothing to carry take part in the way back of what travels.
@@ -83,5 +83,9 @@ at::Tensor tie_of(const std::vector<at::Tensor>& inputs, at::ScalarType type);
 
 /// What sums are taken in: float32, or float64 for float64.
 at::ScalarType sum_type(const at::Tensor& x);
+
+/// What a pair of so many numbers of a type weighs.
+StatePair pair_of(at::ScalarType type, int64_t transition, int64_t state,
+                  int64_t matrix_rows = 1);
 
 }  // namespace longspan
