@@ -22,7 +22,10 @@ PAGES = [
     ("states", 1),
     ("strategies", 1),
     ("trainers", 1),
+    ("trainers", 2),
 ]
+#: Packages that a page has beyond transformers.
+NEEDED = {"trainers": ("datasets", "peft", "trl")}
 # The drop-in's tests run its pages; the lines of models go on from those of the README
 # with a model of the reader's.
 ELSEWHERE = {"drop-in", "reference-map", "models"}
@@ -40,6 +43,8 @@ def test_no_page_is_forgotten() -> None:
 
 @pytest.mark.parametrize(("page", "ranks"), PAGES)
 def test_the_blocks_run_as_printed(page: str, ranks: int) -> None:
+    for package in NEEDED.get(page, ()):
+        pytest.importorskip(package)
     processes = start_ranks("-c", ranks, program(page))
     outputs = outputs_of(processes)
     assert [process.returncode for process in processes] == [0] * ranks, outputs
