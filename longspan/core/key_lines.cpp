@@ -87,6 +87,10 @@ std::vector<KeyLines> key_lines(const Mask& mask,
           trim(line);
           if (!line.queries.empty() && line.begin_min < line.end_max) {
             lines.push_back(line);
+            check(std::ssize(lines) <= kMostKeyLines,
+                  "key_lines: ", queries.size(), " ranges of queries and ",
+                  keys.size(), " of keys see each other in more than ",
+                  kMostKeyLines, " pairs; deal tokens out in longer ranges");
           }
         };
         const TokenRange part = intersect(key->tokens, {first, last});

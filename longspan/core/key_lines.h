@@ -39,9 +39,11 @@ struct KeyLines {
 /// `queries` one range after another, and the key array those of `keys`; ranges
 /// come in any order and do not overlap. Ascending by first query; each visible
 /// pair lies in exactly one of the lines, and every query of a line sees a key.
-/// Not for compressed masks.
+/// Not for compressed masks. More than kMostKeyLines are refused before they
+/// cost gigabytes.
 /// Cost: O(log) for each query range, document and pair of ranges that see
 /// each other.
+inline constexpr int64_t kMostKeyLines = int64_t{1} << 22;
 std::vector<KeyLines> key_lines(const Mask& mask,
                                 const std::vector<TokenRange>& queries,
                                 const std::vector<TokenRange>& keys,

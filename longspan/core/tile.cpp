@@ -7,6 +7,17 @@
 
 namespace longspan {
 
+namespace {
+
+/// Of one more pair of ranges.
+void count(int64_t& pairs, const char* who) {
+  check(++pairs <= kMostTiles, who, ": more than ", kMostTiles,
+        " pairs of a range of queries and one of keys within its reach; deal "
+        "tokens out in longer ranges");
+}
+
+}  // namespace
+
 std::vector<Tile> tiles(const Mask& mask,
                         const std::vector<TokenRange>& queries,
                         const std::vector<TokenRange>& keys) {
@@ -21,12 +32,14 @@ std::vector<Tile> tiles(const Mask& mask,
     ascending = &sorted;
   }
   std::vector<Tile> visible;
+  int64_t pairs = 0;
   for (TokenRange query : queries) {
     const TokenRange reach = mask.reach(query);
     if (reach.empty()) continue;
     auto key = std::ranges::partition_point(
         *ascending, [&](TokenRange range) { return range.end <= reach.begin; });
     for (; key != ascending->end() && key->begin < reach.end; ++key) {
+      count(pairs, "tiles");
       const Coverage coverage = mask.coverage(query, *key);
       if (coverage != Coverage::none)
         visible.push_back({query, *key, coverage});
@@ -48,9 +61,11 @@ std::vector<OwnedTile> tiles_of(const Mask& mask, const Ownership& ownership,
       " keys over an ownership of ", ownership.tokens(), " tokens");
   check_listable("tiles_of", ownership);
   std::vector<OwnedTile> visible;
+  int64_t pairs = 0;
   for (TokenRange query : ownership.ranges_of(rank)) {
     const TokenRange reach = mask.reach(query);
     for (int64_t token = reach.begin; token < reach.end;) {
+      count(pairs, "tiles_of");
       const Ownership::Holding held = ownership.holding(token);
       const Coverage coverage = mask.coverage(query, held.range);
       if (coverage != Coverage::none) {

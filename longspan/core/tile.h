@@ -19,6 +19,10 @@ struct Tile {
   friend bool operator==(const Tile&, const Tile&) = default;
 };
 
+/// Pairs of ranges within reach of each other that are looked at; more are
+/// refused before they cost gigabytes.
+inline constexpr int64_t kMostTiles = int64_t{1} << 22;
+
 /// The visible tiles (never Coverage::none) of query ranges x key ranges, in
 /// the order of the queries and then by key. Ranges may come in any order; key
 /// ranges do not overlap.

@@ -268,13 +268,18 @@ Plan Plan::of(const AttentionLayout& layout, const Strategy& strategy, int rank,
           : gathered_steps(teams, strategy.transport == KeyTransport::needed);
   const Ranges& queries = teams.held_by(teams.mine);
   const int64_t masks = std::min(rows, std::ssize(layout.masks));
+  int64_t before = 0;  // lines of the steps before
   for (PlanStep& step : plan.steps_) {
     for (int64_t row = 0; row < masks; ++row) {
       const auto lines =
           key_lines(layout.mask_of(row), queries, step.keys, row);
       step.lines.insert(step.lines.end(), lines.begin(), lines.end());
+      check(before + std::ssize(step.lines) <= kMostLines, "Plan: more than ",
+            kMostLines, " stretches of queries see keys of ", ranks,
+            " ranks; deal tokens out in longer ranges, or cut the rows");
     }
     if (layout.masks.size() == 1) repeat_lines(step.lines, rows);
+    before += std::ssize(step.lines);
     Checked pairs("Plan", 0);
     for (const KeyLines& line : step.lines) pairs += count_pairs(line);
     step.pairs = pairs.value();

@@ -59,10 +59,10 @@ struct SentBytes {
 class Plan {
  public:
   /// What is refused before it costs gigabytes: ranks and rows, and stretches
-  /// of queries with the same lines in one step, over all rows.
+  /// of queries with the same lines, over all rows and steps.
   static constexpr int kMostRanks = 1 << 20;
   static constexpr int64_t kMostRows = int64_t{1} << 24;
-  static constexpr int64_t kMostLines = int64_t{1} << 23;
+  static constexpr int64_t kMostLines = kMostKeyLines;
 
   /// `rows` are the rows of the batch; there is one mask, or one for each row.
   static Plan of(const AttentionLayout& layout, const Strategy& strategy,

@@ -1,6 +1,7 @@
 /// Small words that would cost gigabytes, hours or an overflow are refused,
 /// with the number in the message; what lies just inside still answers.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -10,6 +11,7 @@
 #include "longspan/core/detail/even_pieces.h"
 #include "longspan/core/mask.h"
 #include "longspan/core/multiple.h"
+#include "longspan/core/tile.h"
 #include "longspan/core/work.h"
 #include "longspan/plan/attention_layout.h"
 #include "longspan/plan/plan.h"
@@ -100,13 +102,36 @@ TEST(Bounds, RowsOfAPlanAreCountedBeforeTheyAreRepeated) {
   EXPECT_EQ(
       refusal([&] { (void)Plan::of(layout, Strategy{}, 0, int64_t{1} << 24); }),
       "Plan: 16777216 rows with 3 stretches of queries in a step each; at most "
-      "8388608 are planned, so cut the rows");
+      "4194304 are planned, so cut the rows");
   // Rows without tokens cost nothing.
   const Plan plan = Plan::of(causal(Ownership::contiguous(0, 1)), Strategy{}, 0,
                              int64_t{1} << 24);
   EXPECT_EQ(plan.steps()[0].lines.size(), 0U);
   EXPECT_EQ(Plan::of(layout, Strategy{}, 0, 1000).steps()[0].lines.size(),
             1000 * Plan::of(layout, Strategy{}, 0, 1).steps()[0].lines.size());
+}
+
+/// Ranges of one document that all see each other: their pairs are counted
+/// while they are found.
+TEST(Bounds, PairsOfRangesAreCountedBeforeTheyFillTheMemory) {
+  const int64_t documents = 4096, tokens = 4 * documents;
+  const Packing packing =
+      Packing::of(std::vector<int64_t>(static_cast<std::size_t>(documents), 4));
+  const Ownership ownership = Ownership::per_document_head_tail(packing, 2);
+  const Mask mask = Mask::causal(Packing::single(tokens));
+  EXPECT_EQ(refusal([&] { (void)tiles_of(mask, ownership, 0); }),
+            "tiles_of: more than 4194304 pairs of a range of queries and one "
+            "of keys within its reach; deal tokens out in longer ranges");
+  EXPECT_EQ(refusal([&] { (void)tiles(mask, ownership, 0, 1); }),
+            "tiles: more than 4194304 pairs of a range of queries and one of "
+            "keys within its reach; deal tokens out in longer ranges");
+  const auto layout = AttentionLayout::of(ownership, {mask});
+  EXPECT_THAT(refusal([&] { (void)Plan::of(layout, Strategy{}, 0); }),
+              ::testing::HasSubstr("of keys see each other in more than "
+                                   "4194304 pairs; deal tokens out in longer"));
+  // With the packing that the owners were made for, each sees its document.
+  EXPECT_LE(tiles_of(Mask::causal(packing), ownership, 0).size(),
+            static_cast<std::size_t>(4 * documents));
 }
 
 TEST(Bounds, PairsAndBytesDoNotWrap) {

@@ -406,9 +406,10 @@ std::string complaint(uint64_t seed) {
 int main(int argc, char** argv) {
   const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 10'000;
   const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const uint64_t first = calls == 1 ? seed : seed * 1'000'003;
   int64_t wrong = 0;
   for (int64_t i = 0; i < calls; ++i) {
-    const uint64_t one = seed * 1'000'003 + static_cast<uint64_t>(i);
+    const uint64_t one = first + static_cast<uint64_t>(i);
     if (const std::string found = complaint(one); !found.empty()) {
       std::cerr << "core_fuzz: seed " << one << ": " << found << "\n";
       if (++wrong >= 20) break;
