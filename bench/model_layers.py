@@ -168,19 +168,22 @@ def speed_rows(family: str, tokens: int, wanted: float | None, threads: int = 2)
     # In float32 another key may be the k-th, and its query sees it instead: one in a thousand.
     close = torch.isclose(theirs(), mine()[:, :tokens], rtol=1e-2, atol=1e-3).all(-1)
     right = float(close.float().mean()) >= 0.999
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        if a.grad is not None:
-            right &= bool((a.grad - b.grad).norm() <= 1e-3 * a.grad.norm())
+    both = zip(plain.parameters(), ours.parameters(), strict=True)
+    gradients = [(a.grad, b.grad) for a, b in both if a.grad is not None]
+    # Those that are 0 but for rounding are held to the largest.
+    least = 1e-6 * max(float(a.norm()) for a, _ in gradients)
+    right &= all(bool((a - b).norm() <= 1e-3 * a.norm() + least) for a, b in gradients)
     our_time, their_time = in_turns(mine, theirs, rounds=5, warm=1)
     work = f"{NAMES[family]}, T {tokens}, fp32 fwd+bwd, one rank, {threads} threads"
     return [ratio_row(work, right, our_time, their_time, wanted)]
 
 
 def peak_of(family: str, who: str, tokens: int) -> float:
-    """MiB over what the process had, in a process of its own."""
+    """MiB over what the process had, in a process of its own; the middle of three, since pages
+    come and go as the allocator likes."""
     command = [sys.executable, __file__, "--peak", family, who, str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    done = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
+    return statistics.median(float(one.stdout.split()[-1]) for one in done)
 
 
 def peak_main(family: str, who: str, tokens: int) -> None:
