@@ -35,15 +35,16 @@ struct KeyLines {
   friend bool operator==(const KeyLines&, const KeyLines&) = default;
 };
 
+/// The most that are made; more are refused before they cost gigabytes.
+inline constexpr int64_t kMostKeyLines = int64_t{1} << 22;
+
 /// The visible pairs of queries x keys. The query array holds the tokens of
 /// `queries` one range after another, and the key array those of `keys`; ranges
 /// come in any order and do not overlap. Ascending by first query; each visible
 /// pair lies in exactly one of the lines, and every query of a line sees a key.
-/// Not for compressed masks. More than kMostKeyLines are refused before they
-/// cost gigabytes.
+/// Not for compressed masks.
 /// Cost: O(log) for each query range, document and pair of ranges that see
 /// each other.
-inline constexpr int64_t kMostKeyLines = int64_t{1} << 22;
 std::vector<KeyLines> key_lines(const Mask& mask,
                                 const std::vector<TokenRange>& queries,
                                 const std::vector<TokenRange>& keys,

@@ -344,7 +344,7 @@ def _attention_bytes(attention: LocalAttention, layers: Sequence[AttentionLayer]
     spread = cut.ownership.tokens / max(cut.local_tokens, 1) if cut.ranks > 1 else 0
 
     def copies(args: Sequence[Any], layout: int) -> float:
-        """None where the caller brought the rows of other ranks."""
+        """0 where the caller brought the rows of other ranks itself."""
         return spread if len(args) > layout and args[layout] is not None else 0
 
     def selecting(args: Sequence[Any]) -> int:
