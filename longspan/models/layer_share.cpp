@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <map>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,9 +15,6 @@
 namespace longspan {
 
 namespace {
-
-/// The three numbers of a StatePair.
-using WeightOfPair = std::tuple<int64_t, int64_t, int64_t>;
 
 template <class T>
 at::Tensor numbers(const std::vector<T>& list, at::Device device) {
@@ -37,7 +33,7 @@ struct LayerShare::Plans {
   std::map<int64_t, Halo> halos = {};
   std::map<std::pair<int64_t, PoolOverlap>, Pools> pools = {};
   std::map<std::pair<int64_t, StateWay>, RunChunks> chunks = {};
-  std::map<WeightOfPair, StateWay> ways = {};
+  std::map<StatePair, StateWay> ways = {};
 };
 
 LayerShare::LayerShare(AttentionLayout layout, Group group, at::Device device) {
@@ -129,11 +125,9 @@ const LayerShare::Pools& LayerShare::pools(int64_t ratio,
 }
 
 const RunChunks& LayerShare::chunks(int64_t most, const StatePair& pair) const {
-  const WeightOfPair weight = {pair.transition_bytes, pair.state_bytes,
-                               pair.matrix_rows};
-  auto way = plans_->ways.find(weight);
+  auto way = plans_->ways.find(pair);
   if (way == plans_->ways.end()) {
-    way = plans_->ways.emplace(weight, StatePlan::choose(layout(), pair)).first;
+    way = plans_->ways.emplace(pair, StatePlan::choose(layout(), pair)).first;
   }
   const auto key = std::pair(most, way->second);
   const auto found = plans_->chunks.find(key);

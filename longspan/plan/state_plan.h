@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -59,6 +60,7 @@ struct StatePair {
   int64_t transition_bytes = 0;
   int64_t state_bytes = 0;
   int64_t matrix_rows = 1;  ///< of a transition that is a matrix, else 1
+  friend auto operator<=>(const StatePair&, const StatePair&) = default;
 };
 
 /// What things cost, where a way is chosen: an exchange before its first byte,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from longspan import _C
 from longspan._group import Group
-from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._local_batch import LocalBatch
 from longspan._models import (
     AttentionLayer,
     LocalAttention,
@@ -181,9 +181,7 @@ def estimate(
         key: value.to("meta") if isinstance(value, Tensor) else value
         for key, value in local.items()
     }
-    inputs[KEYWORD] = attention
-    if state.masks:
-        inputs["attention_mask"] = dict.fromkeys(state.masks, attention)
+    inputs.update(state.inputs_of(attention))
     known = [*twin.parameters(), *twin.buffers()]
     if wishes.shards > 1:  # those of a block go as soon as they are there; shards are added below
         learned: list[Any] = list(twin.parameters())

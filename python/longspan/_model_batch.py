@@ -11,7 +11,7 @@ from longspan import _C
 from longspan._arguments import said
 from longspan._group import Group
 from longspan._groups_of_tokens import groups_in
-from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._local_batch import LocalBatch
 from longspan._models import LocalAttention, Parallelized
 from longspan._remarks import targets_of
 
@@ -46,9 +46,7 @@ def add_attention(
     attention = LocalAttention(local.cut, state.group, state.strategy, state.sights, groups)
     attention.prepare(state.layers)
     attention.targets = targets_of(state, local, targets)
-    local[KEYWORD] = attention
-    if state.masks:
-        local["attention_mask"] = dict.fromkeys(state.masks, attention)
+    local.update(state.inputs_of(attention))
 
 
 def check_group(who: str, state: Parallelized, group: Any) -> None:

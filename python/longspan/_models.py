@@ -22,7 +22,7 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
-from longspan._local_batch import real_tokens
+from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
 from longspan._scans import Borders, Scans
@@ -181,6 +181,12 @@ class Parallelized:
     def sights(self) -> list[Sight]:
         """Each kind of mask that its layers need, once."""
         return list(dict.fromkeys((layer.window, layer.groups) for layer in self.layers))
+
+    def inputs_of(self, attention: LocalAttention) -> dict[str, Any]:
+        """How a call of the model hears of its batch: by a keyword that reaches attention, and
+        where the model looks for masks that are ready."""
+        masks = {"attention_mask": dict.fromkeys(self.masks, attention)} if self.masks else {}
+        return {KEYWORD: attention, **masks}
 
     def layout_for(self, wish: str | _C.Ownership | None = None) -> str | _C.Ownership:
         """How a batch is cut, where a wish for it alone comes before the model's. Every run is
