@@ -326,6 +326,76 @@ TEST(WorkTable, ShowsEveryPairOfTheStepsOfAHeadTailRing) {
       table_shows_every_pair_once);
 }
 
+/// Lines whose queries need not see a key: bounds that cross once or twice.
+struct AnyLine {
+  int64_t first = 0, queries = 0, keys = 1;
+  int64_t begin_shift = 0, begin_min = 0, begin_max = 0;
+  int64_t end_shift = 0, end_min = 0, end_max = 0;
+  int block_queries = 1, tile_keys = 1;
+  bool every_query = false;
+
+  KeyLines line() const {
+    return {.queries = {first, first + queries},
+            .begin_shift = begin_shift,
+            .begin_min = begin_min,
+            .begin_max = begin_max,
+            .end_shift = end_shift,
+            .end_min = end_min,
+            .end_max = end_max};
+  }
+  std::vector<AnyLine> smaller() const { return {}; }
+  std::string to_string() const {
+    return join("queries ", first, " + ", queries, " of ", keys,
+                " keys; begin ", begin_shift, " in [", begin_min, ", ",
+                begin_max, "], end ", end_shift, " in [", end_min, ", ",
+                end_max, "]; blocks of ", block_queries, ", tiles of ",
+                tile_keys);
+  }
+};
+
+AnyLine draw_any_line(Random& random) {
+  const int64_t keys = random.between(1, 20);
+  const auto bounds = [&] {
+    const int64_t x = random.between(0, keys), y = random.between(0, keys);
+    return std::pair(std::min(x, y), std::max(x, y));
+  };
+  const auto [begin_min, begin_max] = bounds();
+  const auto [end_min, end_max] = bounds();
+  return {.first = random.between(0, 5),
+          .queries = random.between(0, 24),
+          .keys = keys,
+          .begin_shift = random.between(-24, 24),
+          .begin_min = begin_min,
+          .begin_max = begin_max,
+          .end_shift = random.between(-24, 24),
+          .end_min = end_min,
+          .end_max = end_max,
+          .block_queries = random.pick(std::vector{1, 2, 5, 8, 64}),
+          .tile_keys = random.pick(std::vector{1, 2, 5, 8, 64}),
+          .every_query = random.one_in(2)};
+}
+
+TEST(WorkTable, TakesLinesWhoseQueriesSeeNothing) {
+  test::for_all(4000, draw_any_line, [](const AnyLine& c) {
+    const std::vector lines{c.line()};
+    Counts visible(1, c.first + c.queries + 3, c.keys);
+    for (int64_t q = lines[0].queries.begin; q < lines[0].queries.end; ++q) {
+      const TokenRange keys = lines[0].keys_of(q);
+      for (int64_t k = keys.begin; k < keys.end; ++k) visible.add(0, q, k);
+    }
+    WorkShape shape{.rows = 1,
+                    .queries = visible.queries,
+                    .block_queries = c.block_queries,
+                    .tile_keys = c.tile_keys,
+                    .every_query = c.every_query};
+    ASSERT_NO_FATAL_FAILURE(
+        check_pairs(work_table(lines, shape), shape, visible));
+    shape.queries = visible.keys;
+    ASSERT_NO_FATAL_FAILURE(
+        check_pairs(key_work_table(lines, shape), shape, visible));
+  });
+}
+
 // ---- Long documents, and short ones.
 
 /// The blocks of the queries in a range, with all numbers counted from its

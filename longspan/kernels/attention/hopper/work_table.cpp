@@ -1,6 +1,7 @@
 #include "longspan/kernels/attention/hopper/work_table.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -14,7 +15,48 @@ int32_t narrow(int64_t value) {
   return static_cast<int32_t>(std::clamp(value, -kMost, kMost));
 }
 
-/// A line as blocks of queries read it: rows are queries and columns keys.
+/// The queries of a line that see a key, as lines of their own. Both bounds
+/// rise by one with the query or stand still, so between two places where one
+/// of them starts or stops the number of keys is a straight line.
+std::vector<KeyLines> seeing_parts(const KeyLines& line) {
+  const auto [first, last] = line.queries;
+  std::array<int64_t, 6> cuts{first,
+                              line.begin_min - line.begin_shift,
+                              line.begin_max - line.begin_shift,
+                              line.end_min - line.end_shift,
+                              line.end_max - line.end_shift,
+                              last};
+  for (int64_t& cut : cuts) cut = std::clamp(cut, first, std::max(first, last));
+  std::ranges::sort(cuts);
+  const auto keys = [&](int64_t query) {
+    return std::clamp(query + line.end_shift, line.end_min, line.end_max) -
+           std::clamp(query + line.begin_shift, line.begin_min, line.begin_max);
+  };
+  std::vector<KeyLines> parts;
+  for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+    TokenRange queries{cuts[i], cuts[i + 1]};
+    if (queries.empty()) continue;
+    const int64_t at_first = keys(queries.begin), at_end = keys(queries.end);
+    if (at_first > at_end) {
+      queries.end = std::min(queries.end, queries.begin + at_first);
+    } else if (at_first < at_end) {
+      queries.begin = std::max(queries.begin, queries.begin + 1 - at_first);
+    } else if (at_first <= 0) {
+      continue;
+    }
+    if (queries.begin >= queries.end) continue;
+    if (!parts.empty() && parts.back().queries.end == queries.begin) {
+      parts.back().queries.end = queries.end;
+    } else {
+      parts.push_back(line);
+      parts.back().queries = queries;
+    }
+  }
+  return parts;
+}
+
+/// A line all of whose queries see a key, as blocks of queries read it: rows
+/// are queries and columns keys.
 struct QuerySide {
   KeyLines line;
 
@@ -29,7 +71,7 @@ struct QuerySide {
   }
 };
 
-/// A line as blocks of keys read it: rows are keys and columns queries.
+/// The same as blocks of keys read it: rows are keys and columns queries.
 struct KeySide {
   KeyLines line;
 
@@ -221,7 +263,9 @@ WorkOf<Line> table_of(std::span<const KeyLines> lines, const WorkShape& shape) {
   for (int64_t row = 0; row < shape.rows; ++row) {
     std::vector<Side> sides;
     for (; at < lines.size() && lines[at].row == row; ++at) {
-      sides.push_back({lines[at]});
+      for (const KeyLines& part : seeing_parts(lines[at])) {
+        sides.push_back({part});
+      }
     }
     if (sides.empty() && !shape.every_query) continue;
     std::ranges::stable_sort(
