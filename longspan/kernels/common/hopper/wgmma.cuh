@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "longspan/kernels/common/hopper/operand.cuh"
+
 namespace longspan::hopper {
 
 /// Matrix products of a warpgroup, 64 rows of A at a time: D += A B in float
@@ -12,29 +14,8 @@ namespace longspan::hopper {
 /// D of a thread (warp w, lane l): d[4 * j + 2 * i + e] is row
 /// 16 w + l / 4 + 8 i and column 8 j + 2 (l % 4) + e.
 
-/// Where dynamic shared memory of a kernel without any other starts. Operands
-/// whose places are known when it is compiled need no registers.
-constexpr uint32_t kSharedBase = 1024;
-
 __device__ __forceinline__ void check_shared_base(uint32_t base) {
   if ((base & 0xFFFFFF) != kSharedBase) __trap();
-}
-
-/// Where an operand starts, when its rows (of A) or columns (of B) are rows of
-/// the block; 16 deeper is 32 bytes further.
-__device__ __forceinline__ uint64_t along_channels(uint32_t address) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) |
-         (64ull << 32) | (1ull << 62);
-}
-
-/// Where an operand starts, when its depth runs over rows of the block and its
-/// rows or columns over channels, blocks `block_bytes` apart; 16 deeper is 2048
-/// bytes further.
-__device__ __forceinline__ uint64_t across_channels(uint32_t address,
-                                                    uint32_t block_bytes) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
-         (static_cast<uint64_t>(block_bytes >> 4) << 16) | (64ull << 32) |
-         (1ull << 62);
 }
 
 __device__ __forceinline__ void wgmma_fence() {

@@ -4,6 +4,7 @@
 
 #include "longspan/kernels/attention/hopper/backward/deal.cuh"
 #include "longspan/kernels/attention/hopper/backward/store.cuh"
+#include "longspan/kernels/common/ampere/launch.h"
 #include "longspan/kernels/common/hopper/wgmma.cuh"
 
 namespace longspan::hopper {
@@ -342,16 +343,10 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 template <class Plan>
 cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
                               cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      dense_keys_kernel<Plan>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      Plan::kSharedBytes);
-  if (error != cudaSuccess) return error;
   const int64_t items = int64_t{params.block_count} * params.key_heads;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>(items, processors));
-  dense_keys_kernel<Plan>
-      <<<blocks, Plan::kThreads, Plan::kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  return ampere::launch(dense_keys_kernel<Plan>,
+                        std::min<int64_t>(items, processors), Plan::kThreads,
+                        Plan::kSharedBytes, stream, params);
 }
 
 }  // namespace longspan::hopper

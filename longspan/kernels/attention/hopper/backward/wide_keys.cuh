@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "longspan/kernels/attention/hopper/backward/keys.cuh"
 
 namespace longspan::hopper {
@@ -150,16 +152,10 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 template <class Plan>
 cudaError_t launch_wide_keys(const DenseKeysParams& params, int processors,
                              cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      wide_keys_kernel<Plan>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      Plan::kSharedBytes);
-  if (error != cudaSuccess) return error;
   const int64_t items = int64_t{params.block_count} * params.key_heads;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>(items, processors));
-  wide_keys_kernel<Plan>
-      <<<blocks, Plan::kThreads, Plan::kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  return ampere::launch(wide_keys_kernel<Plan>,
+                        std::min<int64_t>(items, processors), Plan::kThreads,
+                        Plan::kSharedBytes, stream, params);
 }
 
 }  // namespace longspan::hopper

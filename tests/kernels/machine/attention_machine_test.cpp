@@ -1,0 +1,280 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <iterator>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "longspan/kernels/attention/hopper/attention.h"
+#include "tests/kernels/attention/attention_answers.h"
+#include "tests/kernels/machine/machine.h"
+
+/// The kernels for Hopper, run on paper, against double precision.
+namespace longspan {
+namespace {
+
+using test::Answer;
+using test::AttentionArrays;
+using test::AttentionCase;
+using test::CaseInputs;
+
+constexpr auto kType = ElementType::bfloat16;
+
+/// Memory that a kernel keeps its table in; it comes with what was there.
+struct TableMemory {
+  explicit TableMemory(std::size_t bytes) : words(bytes / 16 + 1) {
+    std::ranges::fill(words, Word{{~0ull, ~0ull}});
+  }
+  void* data() { return words.data(); }
+  struct alignas(16) Word {
+    uint64_t half[2];
+  };
+  std::vector<Word> words;
+};
+
+void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
+             AttentionArrays& arrays, bool goes_on,
+             const float* sink = nullptr) {
+  hopper::DenseForwardArgs args;
+  test::set_shape(args, inputs.problem, kType, arrays, lines);
+  args.out = arrays.out;
+  args.lse = arrays.lse;
+  args.goes_on = goes_on;
+  args.sink = sink;
+  ASSERT_EQ(hopper::why_not_attention(args), std::nullopt);
+  const hopper::WorkTable table = hopper::forward_work(args);
+  TableMemory memory(table.bytes());
+  hopper::attention_forward(args, table, memory.data(), nullptr);
+}
+
+enum class Order { any, fixed };
+
+void backward(const CaseInputs& inputs, AttentionArrays& arrays, Order order) {
+  arrays.delta.fill(test::deltas<float>(arrays, inputs.problem.value_dim));
+  hopper::DenseBackwardArgs args;
+  test::set_shape(args, inputs.problem, kType, arrays, inputs.lines);
+  args.dout = arrays.dout;
+  args.lse = arrays.lse;
+  args.delta = arrays.delta;
+  args.dq = arrays.dq;
+  args.dk = arrays.dk;
+  args.dv = arrays.dv;
+  ASSERT_EQ(hopper::why_not_attention_backward(args), std::nullopt);
+  args.in_any_order = order == Order::any && hopper::has_any_order(args);
+  args.dq_adds = args.in_any_order;
+  const hopper::BackwardWork work = hopper::backward_work(args);
+  TableMemory memory(work.bytes());
+  hopper::attention_backward(args, work, memory.data(), nullptr);
+}
+
+bool has_backward(const AttentionCase& c) {
+  return c.head_dim <= 256 && c.value_dim <= 256;
+}
+
+/// Cases of the CPU that these kernels take, and some at their own edges.
+std::vector<AttentionCase> machine_cases() {
+  std::vector<AttentionCase> cases;
+  std::ranges::copy_if(test::attention_cases(), std::back_inserter(cases),
+                       [](const auto& c) {
+                         return c.head_dim % 8 == 0 && c.value_dim % 8 == 0 &&
+                                c.head_dim <= 512 && c.heads <= 16 &&
+                                c.strides == test::Strides::contiguous;
+                       });
+  const auto wide = [&](int64_t channels, int64_t values, double softcap) {
+    AttentionCase c = test::causal_case("causal_" + std::to_string(channels) +
+                                            "_" + std::to_string(values) +
+                                            (softcap > 0 ? "_soft_cap" : ""),
+                                        200, channels);
+    c.value_dim = values;
+    c.softcap = softcap;
+    c.heads_per_key_head = 2;
+    cases.push_back(c);
+  };
+  wide(96, 96, 0);
+  wide(128, 128, 0);
+  wide(128, 128, 3);
+  wide(192, 128, 0);
+  wide(256, 256, 0);
+  wide(256, 256, 3);
+  wide(512, 512, 0);
+  // Rings of tiles and of records go round.
+  cases.push_back({.name = "many_tiles",
+                   .queries = 140,
+                   .keys = 900,
+                   .head_dim = 64,
+                   .value_dim = 64,
+                   .lines = {test::causal({0, 140}, {0, 900}, 760)}});
+  cases.push_back({.name = "parts_of_256_channels",
+                   .queries = 150,
+                   .keys = 400,
+                   .heads = 3,
+                   .heads_per_key_head = 3,
+                   .head_dim = 256,
+                   .value_dim = 256,
+                   .lines = {test::all_of({0, 20}, {0, 70}),
+                             test::band({0, 150}, {90, 300}, 100, 9),
+                             test::all_of({100, 120}, {0, 60}),
+                             test::causal({130, 150}, {310, 400}, 240)}});
+  cases.push_back({.name = "documents_of_every_length",
+                   .queries = 300,
+                   .keys = 300,
+                   .head_dim = 64,
+                   .value_dim = 64,
+                   .lines = test::documents({129, 1, 2, 3, 64, 65, 36})});
+  return cases;
+}
+
+class AttentionOnPaper : public testing::TestWithParam<AttentionCase> {};
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionOnPaper,
+                         testing::ValuesIn(machine_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
+  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  const Answer exact = test::slow_answer<double>(inputs);
+  const Answer tolerances =
+      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  for (const uint64_t seed : {1, 2, 3}) {
+    machine::set_seed(seed);
+    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    // Every query is written, whatever was there.
+    arrays.out.fill(NAN);
+    arrays.lse.fill(NAN);
+    forward(inputs, inputs.lines, arrays, false);
+    const std::string who = "seed " + std::to_string(seed);
+    if (!has_backward(GetParam())) {
+      const Answer answer = test::answer_in(arrays);
+      test::expect_near(answer.out, exact.out, tolerances.out[0], who + " out");
+      test::expect_near(answer.lse, exact.lse, tolerances.lse[0], who + " lse");
+      continue;
+    }
+    for (const Order order : {Order::any, Order::fixed}) {
+      AttentionArrays copy = arrays;
+      if (GetParam().queries > 0) {  // else nothing is launched
+        copy.dk.fill(NAN);
+        copy.dv.fill(NAN);
+      }
+      backward(inputs, copy, order);
+      test::expect_answer(
+          test::answer_in(copy), exact, tolerances,
+          who + (order == Order::any ? " any order" : " fixed order"));
+    }
+  }
+}
+
+/// Which thread is first, and when copies and products happen, is not seen.
+TEST_P(AttentionOnPaper, HasTheSameBitsInAnyOrderOfEvents) {
+  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  std::vector<AttentionArrays> made;
+  for (const uint64_t seed : {4, 5, 6}) {
+    machine::set_seed(seed);
+    made.push_back(test::arrays_of(inputs, kType));
+    forward(inputs, inputs.lines, made.back(), false);
+    if (has_backward(GetParam())) {
+      backward(inputs, made.back(), Order::fixed);
+    }
+    for (const auto part :
+         {&AttentionArrays::out, &AttentionArrays::lse, &AttentionArrays::dq,
+          &AttentionArrays::dk, &AttentionArrays::dv}) {
+      EXPECT_EQ((made.front().*part).bytes(), (made.back().*part).bytes());
+    }
+  }
+}
+
+/// Lines of the keys in `keys` alone.
+std::vector<KeyLines> clipped(std::vector<KeyLines> lines, TokenRange keys) {
+  for (KeyLines& line : lines) {
+    for (int64_t KeyLines::* bound :
+         {&KeyLines::begin_min, &KeyLines::begin_max, &KeyLines::end_min,
+          &KeyLines::end_max}) {
+      line.*bound = std::clamp(line.*bound, keys.begin, keys.end);
+    }
+  }
+  return lines;
+}
+
+/// As the steps of a ring do: some keys after others, out and lse in place.
+TEST_P(AttentionOnPaper, GoesOnFromEarlierKeys) {
+  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  const Answer exact = test::slow_answer<double>(inputs);
+  const Answer tolerances =
+      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  machine::set_seed(7);
+  AttentionArrays arrays = test::arrays_of(inputs, kType);
+  const int64_t keys = inputs.problem.keys;
+  const std::array cuts{int64_t{0}, keys / 3, keys / 2, keys};
+  for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+    forward(inputs, clipped(inputs.lines, {cuts[i], cuts[i + 1]}), arrays,
+            i > 0);
+  }
+  const Answer answer = test::answer_in(arrays);
+  test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
+  test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
+}
+
+TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
+  CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  std::vector<float> sink;
+  for (int64_t head = 0; head < inputs.problem.heads; ++head) {
+    sink.push_back(0.5f * static_cast<float>(head) - 1.f);
+  }
+  inputs.problem.sink.assign(sink.begin(), sink.end());
+  const Answer exact = test::slow_answer<double>(inputs);
+  const Answer tolerances =
+      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  machine::set_seed(8);
+  AttentionArrays arrays = test::arrays_of(inputs, kType);
+  forward(inputs, inputs.lines, arrays, false, sink.data());
+  const Answer answer = test::answer_in(arrays);
+  test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
+  test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
+}
+
+/// A long document has the bits that it has alone, wherever it stands.
+TEST(AttentionOnPaper, HasTheSameBitsWhateverIsPackedAround) {
+  const auto answer = [](const std::vector<int64_t>& lengths, int64_t before) {
+    int64_t tokens = 0;
+    for (const int64_t length : lengths) tokens += length;
+    CaseInputs inputs = test::inputs_of({.name = "packed",
+                                         .queries = tokens,
+                                         .keys = tokens,
+                                         .head_dim = 64,
+                                         .value_dim = 64,
+                                         .lines = test::documents(lengths)},
+                                        kType);
+    // The document itself is the same in all of them.
+    std::mt19937_64 bits(11);
+    const auto place = [&](std::vector<double>& values) {
+      const auto own = test::normals(bits, kType, 150 * 64);
+      std::ranges::copy(own, values.begin() + before * 64);
+    };
+    for (auto* values : {&inputs.problem.q, &inputs.problem.k,
+                         &inputs.problem.v, &inputs.dout}) {
+      place(*values);
+    }
+    machine::set_seed(static_cast<uint64_t>(tokens));
+    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    forward(inputs, inputs.lines, arrays, false);
+    backward(inputs, arrays, Order::fixed);
+    test::Values mine;
+    const Answer all = test::answer_in(arrays);
+    for (const auto part :
+         {&Answer::out, &Answer::dq, &Answer::dk, &Answer::dv}) {
+      const auto first = (all.*part).begin() + before * 64;
+      mine.insert(mine.end(), first, first + 150 * 64);
+    }
+    return mine;
+  };
+  const test::Values alone = answer({150}, 0);
+  EXPECT_EQ(answer({3, 150, 1, 200}, 3), alone);
+  EXPECT_EQ(answer({130, 150}, 130), alone);
+  EXPECT_EQ(answer({1, 1, 5, 60, 150, 7}, 67), alone);
+}
+
+}  // namespace
+}  // namespace longspan

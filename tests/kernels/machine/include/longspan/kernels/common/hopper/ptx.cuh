@@ -1,0 +1,68 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "longspan/kernels/common/ampere/lanes.cuh"
+
+/// Stands before longspan/kernels/common/hopper/ptx.cuh: the same functions,
+/// for the machine on paper.
+namespace longspan::hopper {
+
+inline uint32_t shared_address(const void* p) {
+  return __cvta_generic_to_shared(p);
+}
+
+inline void barrier_init(uint32_t barrier, int arrivals) {
+  machine::barrier_init(barrier, arrivals);
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(uint32_t barrier) {
+  machine::barrier_arrive(barrier, 0);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  machine::barrier_wait(barrier, parity);
+}
+inline void meet(int number, int threads) {
+  machine::meet(number, threads, true);
+}
+inline void announce(int number, int threads) {
+  machine::meet(number, threads, false);
+}
+
+inline void fence_for_wgmma() {
+  machine::fence_async();
+}
+
+/// Matrix i of the four: its row r comes from lanes 4 r to 4 r + 3 and goes
+/// where lane 8 i + r says.
+inline void store_tiles(uint32_t to, const uint32_t (&x)[4]) {
+  const auto* words = machine::meet_lanes({{0, x[0], x[1], x[2], x[3]}});
+  const int matrix = machine::lane() / 8, row = machine::lane() % 8;
+  uint32_t line[4];
+  for (int i = 0; i < 4; ++i) {
+    line[i] = static_cast<uint32_t>(words[4 * row + i].word[1 + matrix]);
+  }
+  machine::write_shared(to, line, sizeof line);
+}
+inline void store_pair(uint32_t to, float x, float y) {
+  const float pair[2] = {x, y};
+  machine::write_shared(to, pair, sizeof pair);
+}
+
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void give_registers() {}
+
+/// To the nearest, ties to even; NaN stays one.
+inline uint32_t bf16_bits(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return 0x7FC0;
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) {
+  return bf16_bits(low) | bf16_bits(high) << 16;
+}
+
+}  // namespace longspan::hopper
