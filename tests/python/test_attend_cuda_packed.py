@@ -111,7 +111,7 @@ def test_documents_of_every_length_up_to_300() -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("our_kernel")
-@pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (192, 128), (256, 256), (512, 512)])
 def test_documents_of_every_third_length_and_all_channels(dim: int, value_dim: int) -> None:
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     lengths = [1 + 3 * i for i in order.tolist()]
@@ -152,13 +152,16 @@ def case_of(
 HARD = [
     *(case_of(f"window_{w}", [301, 77, 213], window_of(w)) for w in (1, 2, 127, 128, 129)),
     *(case_of(f"dims_{d}_{e}", [131, 190], one(Mask.causal), (d, e))
-      for d, e in ((96, 96), (72, 40), (40, 72), (8, 8), (128, 128), (192, 128), (256, 256))),
+      for d, e in ((96, 96), (72, 40), (40, 72), (8, 8), (128, 128), (192, 128), (256, 256),
+                   (328, 264), (512, 512))),
     case_of("odd_tokens", [1021], one(Mask.causal), (128, 128)),
     case_of("odd_rows", [467], one(Mask.full), rows=3),
     case_of("holes", [600, 90], holes),
     case_of("holes_256", [600, 90], holes, (256, 256)),
     case_of("holes_in_full", [600], lambda p: [Mask.full(p).with_hidden([(3, 9), (250, 390)])]),
+    case_of("holes_512", [600, 90], holes, (512, 512)),
     case_of("window_and_softcap", [333, 180], window_of(100), (256, 256), softcap=2.0),
+    case_of("window_and_softcap_512", [333, 180], window_of(100), (512, 512), softcap=2.0),
 ]  # fmt: skip
 
 
@@ -201,7 +204,7 @@ def test_offsets_past_two_to_the_31() -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("our_kernel")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_a_hundred_repeats_have_the_same_bits(dim: int) -> None:
     lengths = [700, 3, 40, 129, 1, 1, 300, 64]
     mask = Mask.causal(Packing.of(lengths))
@@ -214,7 +217,7 @@ def test_a_hundred_repeats_have_the_same_bits(dim: int) -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("our_kernel", "deterministic")
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_a_hundred_derivatives_have_the_same_bits(dim: int) -> None:
     lengths = [700, 3, 40, 129, 1, 1, 300, 64]
     mask = Mask.causal(Packing.of(lengths))

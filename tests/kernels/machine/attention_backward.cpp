@@ -3,6 +3,8 @@
 #include "longspan/kernels/attention/hopper/backward/instantiate/dims_128_softcap.cu"
 #include "longspan/kernels/attention/hopper/backward/instantiate/dims_256.cu"
 #include "longspan/kernels/attention/hopper/backward/instantiate/dims_256_softcap.cu"
+#include "longspan/kernels/attention/hopper/backward/instantiate/dims_512.cu"
+#include "longspan/kernels/attention/hopper/backward/instantiate/dims_512_softcap.cu"
 #include "longspan/kernels/attention/hopper/backward/instantiate/dims_64.cu"
 #include "longspan/kernels/attention/hopper/backward/instantiate/dims_64_softcap.cu"
 #include "longspan/kernels/attention/hopper/backward/launch.cu"

@@ -10,10 +10,10 @@
 namespace longspan::hopper {
 
 /// Dense attention, as ../attention.h promises it, on a Hopper device:
-/// bfloat16, any lines, up to 512 channels forward and 256 backward. The lines
-/// travel as they are: no mask, no launch for each document, nothing read back.
-/// Nothing is allocated, the host never waits and a graph may capture it.
-/// `stream` is a cudaStream_t of the device in use.
+/// bfloat16, any lines, up to 512 channels. The lines travel as they are: no
+/// mask, no launch for each document, nothing read back. Nothing is allocated,
+/// the host never waits and a graph may capture it. `stream` is a cudaStream_t
+/// of the device in use.
 ///
 /// The same bits every time, unless dq may come in any order; and for documents
 /// of at least 128 tokens, whatever other documents are in the call.

@@ -18,16 +18,18 @@ struct RingPlace {
   }
 };
 
-/// A block of up to 128 queries and one run of its keys, on its way from the
+/// A block of up to kRows queries and one run of its keys, on its way from the
 /// warp that deals to the others; in the backward kernel, of keys and queries.
-struct WorkRecord {
-  static constexpr int kRows = 128;
+template <int kRows_>
+struct WorkRecordOf {
+  static constexpr int kRows = kRows_;
   int tiles;  // of the whole item; -1: there is no more work
   int row, first_row, rows;
   int head, heads;  // the first, and how many
   int first_column, last_column, full_first, full_last;
   int begin[kRows], end[kRows];  // columns that each row sees
 };
+using WorkRecord = WorkRecordOf<128>;
 
 /// The keys of a query, or the queries of a key.
 __device__ __forceinline__ int2 columns_of(const WorkLine& line, int query) {
@@ -50,8 +52,8 @@ __device__ __forceinline__ bool has_row(const WorkKeyLine& line, int key) {
 }
 
 /// One warp writes a part down.
-template <class Line>
-__device__ __forceinline__ void write_record(WorkRecord& record,
+template <int kRows, class Line>
+__device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
                                              const WorkPart& part,
                                              const Line* lines, int tiles,
                                              int head, int heads, int lane) {
@@ -67,7 +69,7 @@ __device__ __forceinline__ void write_record(WorkRecord& record,
     record.full_first = part.full_first;
     record.full_last = part.full_last;
   }
-  for (int i = lane; i < WorkRecord::kRows; i += 32) {
+  for (int i = lane; i < kRows; i += 32) {
     const int at = part.first_query + i;
     int2 seen = make_int2(0, 0);
     for (int n = 0; n < part.lines && i < part.queries; ++n) {
@@ -84,8 +86,8 @@ __device__ __forceinline__ void write_record(WorkRecord& record,
 
 /// Where the last tile of a part begins, before its first column if there is
 /// none; tiles are counted from that column on.
-__device__ __forceinline__ int last_tile(const WorkRecord& record,
-                                         int columns) {
+template <class Record>
+__device__ __forceinline__ int last_tile(const Record& record, int columns) {
   const int first = record.first_column;
   const int tiles = (record.last_column - first + columns - 1) / columns;
   return first + (tiles - 1) * columns;
@@ -93,10 +95,10 @@ __device__ __forceinline__ int last_tile(const WorkRecord& record,
 
 /// Hides what a thread's two rows do not see of a tile of columns, unless every
 /// row sees all of it.
-template <int kCount>
+template <int kCount, class Record>
 __device__ __forceinline__ void hide(float (&score)[kCount],
-                                     const WorkRecord& record, int tile,
-                                     int row, int lane) {
+                                     const Record& record, int tile, int row,
+                                     int lane) {
   if (tile >= record.full_first && tile + 2 * kCount <= record.full_last) {
     return;
   }

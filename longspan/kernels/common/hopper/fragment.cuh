@@ -78,14 +78,17 @@ __device__ __forceinline__ void pack_operand(uint32_t (&a)[4],
   a[3] = pack_bf16(d[8 * k + 6], d[8 * k + 7]);
 }
 
-/// Stores such operands as a block of 64 rows. `warp` is that of the warpgroup.
+/// Stores such operands as a block of 64 rows, from column 16 `first` on.
+/// `warp` is that of the warpgroup.
+template <int kCount>
 __device__ __forceinline__ void store_operand(uint32_t block,
-                                              const uint32_t (&a)[4][4],
-                                              int warp, int lane) {
+                                              const uint32_t (&a)[kCount][4],
+                                              int warp, int lane,
+                                              int first = 0) {
   const int row = 16 * warp + (lane & 15);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    store_tiles(block + piece_place(row, 2 * k + (lane >> 4)), a[k]);
+  for (int k = 0; k < kCount; ++k) {
+    store_tiles(block + piece_place(row, 2 * (first + k) + (lane >> 4)), a[k]);
   }
 }
 

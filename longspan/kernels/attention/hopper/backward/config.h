@@ -210,7 +210,8 @@ auto with_backward_dims(int head_dim, int value_dim, bool softcap,
   const int most = head_dim > value_dim ? head_dim : value_dim;
   if (most <= 64) return with.template operator()<64>();
   if (most <= 128) return with.template operator()<128>();
-  return with.template operator()<256>();
+  if (most <= 256) return with.template operator()<256>();
+  return with.template operator()<512>();
 }
 
 }  // namespace longspan::hopper

@@ -112,15 +112,17 @@ __device__ void fetch_queries(const DenseKeysParams& params,
   }
 }
 
-/// One warp: brings the two numbers of each query of a tile.
+/// One warp: brings the two numbers of each query of a tile, with the barriers
+/// of the queries.
 template <class Plan>
 __device__ void fetch_numbers(const DenseKeysParams& params,
-                              typename Plan::Small& small, int lane) {
+                              typename Plan::Small& small, uint64_t* ready,
+                              uint64_t* free, int lane) {
   RingPlace<Plan::kRecords> at;
   RingPlace<Plan::kStages> stage;
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
-    const WorkRecord& record = small.record[at.slot];
+    const auto& record = small.record[at.slot];
     if (record.tiles < 0) return;
     const int64_t row = record.row, head = record.head;
     const float* lse =
@@ -144,14 +146,13 @@ __device__ void fetch_numbers(const DenseKeysParams& params,
             there ? delta[query * params.delta.token + each * params.delta.head]
                   : 0.f;
       }
-      barrier_wait(shared_address(&small.query_free[stage.slot]),
-                   stage.round ^ 1);
+      barrier_wait(shared_address(&free[stage.slot]), stage.round ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         small.lse[stage.slot][lane + 32 * i] = found[i][0];
         small.delta[stage.slot][lane + 32 * i] = found[i][1];
       }
-      barrier_arrive(shared_address(&small.query_ready[stage.slot]));
+      barrier_arrive(shared_address(&ready[stage.slot]));
       stage.advance();
       if (++each == record.heads) {
         each = 0;

@@ -329,7 +329,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     if (warp == 0) {
       deal_keys<Plan>(params, small, threadIdx.x % 32);
     } else if (warp == 1) {
-      fetch_numbers<Plan>(params, small, threadIdx.x % 32);
+      fetch_numbers<Plan>(params, small, small.query_ready, small.query_free,
+                          threadIdx.x % 32);
     } else if (warp == 2 && threadIdx.x % 32 == 0) {
       fetch_queries<Plan>(params, small, base);
     }

@@ -2,6 +2,7 @@
 
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "longspan/kernels/attention/hopper/backward/config.h"
+#include "longspan/kernels/attention/hopper/backward/widest_config.h"
 #include "longspan/kernels/attention/hopper/launch.cuh"
 
 namespace longspan::hopper {
@@ -49,11 +50,15 @@ void tell(Params& params, const DenseBackwardArgs& args) {
   params.v = of_keys(args.v, args.value_dim);
 }
 
+/// What a kernel that makes dk or dv is told. Each of several that share a
+/// table counts in a place of its own.
 template <class Plan>
-void make_keys(const DenseBackwardArgs& args, const KeyWorkTable& table,
-               void* memory, cudaStream_t stream) {
+DenseKeysParams keys_params(const DenseBackwardArgs& args,
+                            const KeyWorkTable& table, void* memory,
+                            int counter) {
   DenseKeysParams params{};
   tell_work(params, table, memory);
+  params.next_item += counter;
   tell<Plan>(params, args);
   params.queries = static_cast<int>(args.queries);
   params.key_heads = static_cast<int>(key_heads(args));
@@ -64,26 +69,64 @@ void make_keys(const DenseBackwardArgs& args, const KeyWorkTable& table,
   }
   params.dk = place_of(args.dk, args.head_dim, args.dk_type, args.dk_adds);
   params.dv = place_of(args.dv, args.value_dim, args.dk_type, args.dk_adds);
-  if constexpr (Plan::kHeadDim > 128) {
-    check_launch("attention backward",
-                 launch_wide_keys<Plan>(params, processor_count(), stream));
-  } else {
-    check_launch("attention backward",
-                 launch_dense_keys<Plan>(params, processor_count(), stream));
-  }
+  return params;
 }
 
 template <class Plan>
-void make_queries(const DenseBackwardArgs& args, const WorkTable& table,
-                  void* memory, cudaStream_t stream) {
+DenseQueriesParams queries_params(const DenseBackwardArgs& args,
+                                  const WorkTable& table, void* memory) {
   DenseQueriesParams params{};
   tell_work(params, table, memory);
   tell<Plan>(params, args);
   params.section_heads =
       static_cast<int>(std::min(args.heads, args.heads_per_key_head));
   params.dq = place_of(args.dq, args.head_dim, args.dq_type, args.dq_adds);
-  check_launch("attention backward",
-               launch_dense_queries<Plan>(params, processor_count(), stream));
+  return params;
+}
+
+template <int kDim, bool kSoftcap>
+void make_keys(const DenseBackwardArgs& args, const KeyWorkTable& table,
+               void* memory, cudaStream_t stream) {
+  const int processors = processor_count();
+  const auto check = [](cudaError_t error) {
+    check_launch("attention backward", error);
+  };
+  const auto told = [&]<class Plan>(Plan, int counter = 0) {
+    return keys_params<Plan>(args, table, memory, counter);
+  };
+  if constexpr (kDim > 256) {
+    using Keys = WidestPlan<Derivative::of_keys, kSoftcap>;
+    using Values = WidestPlan<Derivative::of_values, kSoftcap>;
+    check(launch_widest<Keys>(told(Keys()), processors, stream));
+    check(launch_widest<Values>(told(Values(), 1), processors, stream));
+  } else if constexpr (kDim > 128) {
+    using Plan = WideKeysPlan<kDim, kDim, kSoftcap>;
+    check(launch_wide_keys<Plan>(told(Plan()), processors, stream));
+  } else if (args.in_any_order) {
+    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, true>;
+    check(launch_dense_keys<Plan>(told(Plan()), processors, stream));
+  } else {
+    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, false>;
+    check(launch_dense_keys<Plan>(told(Plan()), processors, stream));
+  }
+}
+
+template <int kDim, bool kSoftcap>
+void make_queries(const DenseBackwardArgs& args, const WorkTable& table,
+                  void* memory, cudaStream_t stream) {
+  const int processors = processor_count();
+  if constexpr (kDim > 256) {
+    using Plan = WidestPlan<Derivative::of_queries, kSoftcap>;
+    check_launch("attention backward",
+                 launch_widest<Plan>(queries_params<Plan>(args, table, memory),
+                                     processors, stream));
+  } else {
+    using Plan = DenseQueriesPlan<kDim, kDim, kSoftcap>;
+    check_launch(
+        "attention backward",
+        launch_dense_queries<Plan>(queries_params<Plan>(args, table, memory),
+                                   processors, stream));
+  }
 }
 
 bool can_hold(const TokenArray<void*>& array, ElementType type, bool adds) {
@@ -95,11 +138,6 @@ bool can_hold(const TokenArray<void*>& array, ElementType type, bool adds) {
 
 std::optional<std::string> why_not_attention_backward(
     const AttentionArgs& args) {
-  if (args.head_dim > 256 || args.value_dim > 256) {
-    return std::to_string(args.head_dim) + " and " +
-           std::to_string(args.value_dim) +
-           " channels; its derivative has multiples of 8 up to 256";
-  }
   return why_not_attention(args);
 }
 
@@ -108,24 +146,33 @@ bool has_any_order(const AttentionArgs& args) {
 }
 
 BackwardWork backward_work(const DenseBackwardArgs& args) {
-  using Keys = DenseKeysPlan<128, 128, false, false>;
-  using WideKeys = WideKeysPlan<256, 256, false>;
-  using Queries = DenseQueriesPlan<128, 128, false>;
-  static_assert(Keys::kQueries == WideKeys::kQueries);
   BackwardWork work;
-  work.keys = key_work_table(
-      args.lines,
-      {.rows = args.rows,
-       .queries = args.keys,
-       .block_queries = has_any_order(args) ? Keys::kKeys : WideKeys::kKeys,
-       .tile_keys = Keys::kQueries,
-       .every_query = !args.dk_adds});
-  if (args.in_any_order) return work;
-  work.queries = work_table(args.lines, {.rows = args.rows,
-                                         .queries = args.queries,
-                                         .block_queries = Queries::kQueries,
-                                         .tile_keys = Queries::kKeys,
-                                         .every_query = !args.dq_adds});
+  const auto fill = [&]<class Keys, class Queries>(Keys, Queries) {
+    work.keys = key_work_table(args.lines, {.rows = args.rows,
+                                            .queries = args.keys,
+                                            .block_queries = Keys::kKeys,
+                                            .tile_keys = Keys::kQueries,
+                                            .every_query = !args.dk_adds});
+    if (args.in_any_order) return;
+    work.queries = work_table(args.lines, {.rows = args.rows,
+                                           .queries = args.queries,
+                                           .block_queries = Queries::kQueries,
+                                           .tile_keys = Queries::kKeys,
+                                           .every_query = !args.dq_adds});
+  };
+  with_backward_dims(args.head_dim, args.value_dim, false,
+                     [&]<int kDim, bool kSoftcap>() {
+                       if constexpr (kDim > 256) {
+                         fill(WidestPlan<Derivative::of_keys, kSoftcap>(),
+                              WidestPlan<Derivative::of_queries, kSoftcap>());
+                       } else if constexpr (kDim > 128) {
+                         fill(WideKeysPlan<kDim, kDim, kSoftcap>(),
+                              DenseQueriesPlan<kDim, kDim, kSoftcap>());
+                       } else {
+                         fill(DenseKeysPlan<kDim, kDim, kSoftcap, false>(),
+                              DenseQueriesPlan<kDim, kDim, kSoftcap>());
+                       }
+                     });
   return work;
 }
 
@@ -153,27 +200,18 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
   image.insert(image.end(), more.begin(), more.end());
   check_launch("attention backward", upload(image, memory, on));
   const bool softcap = args.softcap > 0;
-  with_backward_dims(args.head_dim, args.value_dim, softcap,
-                     [&]<int kDim, bool kSoftcap>() {
-                       if (work.keys.blocks.empty()) return;
-                       if constexpr (kDim > 128) {
-                         make_keys<WideKeysPlan<kDim, kDim, kSoftcap>>(
-                             args, work.keys, memory, on);
-                       } else if (args.in_any_order) {
-                         make_keys<DenseKeysPlan<kDim, kDim, kSoftcap, true>>(
-                             args, work.keys, memory, on);
-                       } else {
-                         make_keys<DenseKeysPlan<kDim, kDim, kSoftcap, false>>(
-                             args, work.keys, memory, on);
-                       }
-                     });
+  if (!work.keys.blocks.empty()) {
+    with_backward_dims(args.head_dim, args.value_dim, softcap,
+                       [&]<int kDim, bool kSoftcap>() {
+                         make_keys<kDim, kSoftcap>(args, work.keys, memory, on);
+                       });
+  }
   if (work.queries.blocks.empty()) return;
   void* const after = static_cast<std::byte*>(memory) + work.keys.bytes();
-  with_backward_dims(args.head_dim, args.value_dim, softcap,
-                     [&]<int kDim, bool kSoftcap>() {
-                       make_queries<DenseQueriesPlan<kDim, kDim, kSoftcap>>(
-                           args, work.queries, after, on);
-                     });
+  with_backward_dims(
+      args.head_dim, args.value_dim, softcap, [&]<int kDim, bool kSoftcap>() {
+        make_queries<kDim, kSoftcap>(args, work.queries, after, on);
+      });
 }
 
 }  // namespace longspan::hopper

@@ -95,8 +95,9 @@ __device__ __forceinline__ void issue_tile(float (&pairs)[Plan::kKeys / 2],
 /// infinite for those that are not there or saw nothing, and delta.
 struct QueryFacts {
   float lse[2], delta[2];
-  __device__ QueryFacts(const DenseQueriesParams& params,
-                        const WorkRecord& record, int first) {
+  template <class Record>
+  __device__ QueryFacts(const DenseQueriesParams& params, const Record& record,
+                        int first) {
     const int64_t row = record.row, head = record.head;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -6,11 +6,11 @@
 namespace longspan::hopper {
 
 /// Writes or adds 64 rows of sums.
-template <int kCount>
+template <int kCount, class Record>
 __device__ __forceinline__ void store_sums(const float (&sums)[kCount],
                                            float scale,
                                            const GradientPlace& place,
-                                           const WorkRecord& record, int head,
+                                           const Record& record, int head,
                                            int first, int lane) {
   int64_t at[2];
   bool there[2];
