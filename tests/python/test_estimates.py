@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 from allocations import peak_of_step
 from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
+from oracle.whole_models import parts_of
 from processes import silent_two_ranks
 from transformers import AutoModelForCausalLM
 
@@ -219,10 +220,10 @@ def test_what_is_not_known_says_why() -> None:
 
 def test_a_parallelized_model_stays_as_it_is() -> None:
     model = longspan.parallelize(wider("llama", torch.float32))
-    before = {id(m): dict(vars(m)) for m in model.modules()}
+    before = parts_of(model)
     said = longspan.explain(model, [64, 64], device="cpu")
     assert said.memory is not None, said.no_memory
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert parts_of(model) == before
     assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
 
 

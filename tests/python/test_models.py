@@ -30,7 +30,7 @@ from oracle.tiny_decoders import (
     packed,
     padded,
 )
-from oracle.whole_models import check, over_ranks
+from oracle.whole_models import check, over_ranks, parts_of
 
 RANKS = (1, 2, 3, 4)
 
@@ -310,7 +310,7 @@ def test_only_the_instance_changes_and_restore_undoes_it() -> None:
     model, batch = decoder("gemma3"), packed([7, 5]).batch
     config = model.config
     neighbour = type(model)(config).double()
-    before = {id(m): dict(vars(m)) for m in model.modules()}
+    before = parts_of(model)
     function = type(model).forward
     assert longspan.parallelize(model) is model
     assert model.config is not config and model.model.config is model.config
@@ -319,7 +319,7 @@ def test_only_the_instance_changes_and_restore_undoes_it() -> None:
     assert neighbour(input_ids=batch["input_ids"]).logits.isfinite().all()
     assert neighbour.config is config
     assert longspan.restore(model) is model
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert parts_of(model) == before
     assert model.config is config and type(model).forward is function
     plain = model(input_ids=batch["input_ids"]).logits
     again = longspan.parallelize(model)(

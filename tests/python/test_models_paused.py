@@ -16,13 +16,10 @@ from longspan import Group, run_ranks
 pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import SELECTING, decoder, gradients_of, packed
+from oracle.whole_models import parts_of
 
 BATCH = packed([7, 5]).batch
 ALL = ("llama", "gemma3", "gpt_oss", *SELECTING)
-
-
-def parts_of(model: Any) -> dict[int, dict[str, Any]]:
-    return {id(module): dict(vars(module)) for module in model.modules()}
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -37,7 +34,7 @@ def test_inside_it_is_the_plain_model_and_after_the_parallelized_one(family: str
         assert same is model and parts_of(model) == before
         again = model.generate(BATCH["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
         assert again.equal(plain)
-    assert parts_of(model) == during  # the same objects
+    assert parts_of(model) == during  # the same objects, hooks as well
     assert model(**local).loss.equal(loss)
     assert longspan.restore(model) is model and parts_of(model) == before
 

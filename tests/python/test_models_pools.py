@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from oracle.all_double import AllDouble
 from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, gradients_of, packed
-from oracle.whole_models import check, check_restored, over_ranks, sends_what_it_says
+from oracle.whole_models import check, check_restored, over_ranks, parts_of, sends_what_it_says
 
 pytestmark = pytest.mark.slow  # whole models over ranks
 
@@ -242,11 +242,11 @@ def test_a_refused_model_stays_as_it_was() -> None:
     model = decoder(V4)
     attention = model.model.layers[3].self_attn
     attention.forward = attention.forward
-    before = {id(m): dict(vars(m)) for m in model.modules()}
+    before = parts_of(model)
     message = "`forward` of 'model.layers.3.self_attn' was replaced already"
     with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(model)
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert parts_of(model) == before
 
 
 def test_embeddings_have_no_ids_for_hash_routing() -> None:

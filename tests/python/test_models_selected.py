@@ -13,8 +13,17 @@ from longspan import Group, Ownership, run_ranks
 
 pytest.importorskip("transformers")
 
-from oracle.tiny_decoders import CASES, SELECTING, SLOTS, answer, decoder, packed
-from oracle.whole_models import check, check_restored, over_ranks, sends_what_it_says
+from oracle.tiny_decoders import (
+    CASES,
+    SELECTING,
+    SLOTS,
+    answer,
+    answer_of,
+    decoder,
+    gradients_of,
+    packed,
+)
+from oracle.whole_models import check, check_restored, over_ranks, parts_of, sends_what_it_says
 
 RANKS = (1, 2, 3, 4)
 
@@ -100,13 +109,11 @@ def test_a_refused_model_stays_as_it_was() -> None:
     model = decoder("glm_moe_dsa")
     attention = model.model.layers[2].self_attn
     attention.expand_kv = attention.expand_kv
-    before = {id(m): dict(vars(m)) for m in model.modules()}
-    hooks = {id(m): len(m._forward_pre_hooks) for m in model.modules()}
+    before = parts_of(model)
     message = "`expand_kv` of 'model.layers.2.self_attn' was replaced already"
     with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(model)
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
-    assert {id(m): len(m._forward_pre_hooks) for m in model.modules()} == hooks
+    assert parts_of(model) == before
 
 
 def test_without_a_sharded_batch() -> None:
@@ -123,13 +130,32 @@ def test_dropout_is_refused() -> None:
         model(**longspan.shard(packed([7, 5]).batch, model=model))
 
 
-def test_adapters_that_cannot_be_absorbed() -> None:
+def adapted(**options: Any) -> Any:
+    """GLM-5.2 with an adapter on the matrices that queries are multiplied by."""
     peft = pytest.importorskip("peft")
+    model = decoder("glm_moe_dsa")
+    lora = peft.LoraConfig(
+        r=2, target_modules=["kv_b_proj"], init_lora_weights=False, lora_alpha=16, **options
+    )
+    return peft.get_peft_model(model, lora)
 
-    def adapted(**options: Any) -> Any:
-        lora = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], **options)
-        return peft.get_peft_model(decoder("glm_moe_dsa"), lora)
 
+def test_adapters_are_absorbed() -> None:
+    """On each linear layer and over ranks: test_models_torch.py."""
+    case, model = packed([7, 5]), adapted()
+    true = answer_of(model, case)
+    model.zero_grad()
+    longspan.parallelize(model)
+    model(**longspan.shard(case.batch, model=model)).loss.backward()
+    gradients = gradients_of(model)
+    assert true.gradients and all("lora" in name for name in true.gradients)
+    assert gradients.keys() == true.gradients.keys()
+    for name, gradient in true.gradients.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= 3e-6 * gradient.abs().max(), name
+
+
+def test_adapters_that_cannot_be_absorbed() -> None:
     model = longspan.parallelize(adapted(lora_dropout=0.5)).train()
     local = longspan.shard(packed([7, 5]).batch, model=model)
     with pytest.raises(NotImplementedError, match=r"kv_b_proj: an adapter drops 0.5"):

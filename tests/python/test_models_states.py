@@ -35,6 +35,7 @@ from oracle.whole_models import (
     check_as_exact,
     check_restored,
     over_ranks,
+    parts_of,
     put_together,
     sends_what_it_says,
 )
@@ -341,7 +342,7 @@ def test_a_forward_that_calls_something_else(monkeypatch: pytest.MonkeyPatch) ->
         return out
 
     model = decoder("qwen3_next")
-    before = {id(m): dict(vars(m)) for m in model.modules()}
+    before = parts_of(model)
     monkeypatch.setattr(module.Qwen3NextGatedDeltaNet, "forward", forward)
     message = (
         r"parallelize: the forward of 'model.layers.0.linear_attn' \(Qwen3NextGatedDeltaNet\) of "
@@ -349,7 +350,7 @@ def test_a_forward_that_calls_something_else(monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(model, proof=False)
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert parts_of(model) == before
 
     class Around:
         def __init__(self, function: Any) -> None:

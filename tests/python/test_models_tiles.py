@@ -18,6 +18,7 @@ from longspan import Group, _tiles, run_ranks
 pytest.importorskip("transformers")
 
 from oracle.tiny_decoders import CASES, VOCABULARY, decoder, gradients_of, packed
+from oracle.whole_models import parts_of
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -124,13 +125,13 @@ def test_auto_makes_large_logits_in_tiles() -> None:
 
 def test_restore_and_pause_undo_it() -> None:
     model, batch = decoder("gemma2"), packed([7, 5]).batch
-    before = {id(m): dict(vars(m)) for m in model.modules()}
+    before = parts_of(model)
     plain = model(input_ids=batch["input_ids"]).logits
     longspan.parallelize(model, loss_tile=3, mlp_tile=2, offload="hidden")
     with longspan.paused(model):
         assert model(input_ids=batch["input_ids"]).logits.equal(plain)
     longspan.restore(model)
-    assert {id(m): dict(vars(m)) for m in model.modules()} == before
+    assert parts_of(model) == before
     assert model(input_ids=batch["input_ids"]).logits.equal(plain)
 
 
