@@ -96,6 +96,15 @@ def test_explain_counts_the_pairs_of_selected_keys() -> None:
     assert "6 selected" in str(said) and "6 shared" in str(said)
 
 
+def test_layers_by_the_name_that_they_had_first() -> None:
+    """transformers 5.17 has another word, in its configuration and for the mask."""
+    model = decoder("glm_moe_dsa")
+    model.config.layer_types = ["deepseek_sparse_attention"] * 3
+    longspan.parallelize(model, proof=False)
+    masks = longspan.shard(packed([7, 5]).batch, model=model)["attention_mask"]
+    assert masks["deepseek_sparse_attention"] is masks["indexed_attention"]
+
+
 # ---- What stays untouched, and what is refused.
 
 

@@ -233,14 +233,18 @@ def _layer(name: str, module: Any) -> AttentionLayer:
     )
 
 
+#: What transformers calls these layers, and their mask: since 5.18, and before.
+_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+
+
 def _recipe(family: str, folder: str, prefix: str, form: _Indexer) -> Recipe:
     return Recipe(
         family=family,
         attention=f"transformers.models.{folder}.modeling_{folder}.{prefix}Attention",
-        layer_kinds=frozenset({"indexed_attention", "full_attention"}),
+        layer_kinds=frozenset({*_KINDS, "full_attention"}),
         layer=_layer,
         redirect=functools.partial(_redirect, form),
-        masks=("indexed_attention",),
+        masks=_KINDS,
     )
 
 
