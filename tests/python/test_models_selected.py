@@ -17,6 +17,8 @@ from oracle.tiny_decoders import (
     CASES,
     SELECTING,
     SLOTS,
+    Answer,
+    Case,
     answer,
     answer_of,
     decoder,
@@ -139,6 +141,50 @@ def test_dropout_is_refused() -> None:
         model(**longspan.shard(packed([7, 5]).batch, model=model))
 
 
+def check_step(model: Any, case: Case, true: Answer) -> None:
+    """That the gradients of a parallelized model are those of the plain one."""
+    model(**longspan.shard(case.batch, model=model)).loss.backward()
+    gradients = gradients_of(model)
+    assert gradients.keys() == true.gradients.keys()
+    for name, gradient in true.gradients.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= 3e-6 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_a_forward_that_somebody_wrapped(family: str) -> None:
+    """It stays, as hooks of accelerate do, and gets its rows from `expand_kv`."""
+    case, model = packed([6, 8, 9]), decoder(family)
+    true, calls = answer_of(model, case), []
+    model.zero_grad()
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def wrapped(*given: Any, plain: Any = plain, **named: Any) -> Any:
+            calls.append(plain)
+            return plain(*given, **named)
+
+        layer.self_attn.forward = wrapped
+    longspan.parallelize(model, proof=False)
+    check_step(model, case, true)
+    assert len(calls) == len(model.model.layers)
+    longspan.restore(model)
+    assert all("expand_kv" not in vars(layer.self_attn) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_a_cache_of_a_layer(family: str) -> None:
+    model = longspan.parallelize(decoder(family))
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+
+    def with_cache(_: Any, given: Any, named: dict[str, Any]) -> Any:
+        return given, named | {"past_key_values": object()}
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(with_cache, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"Attention: got a cache, which would hold this rank's"):
+        model(**local)
+
+
 def adapted(**options: Any) -> Any:
     """GLM-5.2 with an adapter on the matrices that queries are multiplied by."""
     peft = pytest.importorskip("peft")
@@ -155,13 +201,8 @@ def test_adapters_are_absorbed() -> None:
     true = answer_of(model, case)
     model.zero_grad()
     longspan.parallelize(model)
-    model(**longspan.shard(case.batch, model=model)).loss.backward()
-    gradients = gradients_of(model)
     assert true.gradients and all("lora" in name for name in true.gradients)
-    assert gradients.keys() == true.gradients.keys()
-    for name, gradient in true.gradients.items():
-        error = (gradients[name] - gradient).abs().max()
-        assert error <= 3e-6 * gradient.abs().max(), name
+    check_step(model, case, true)
 
 
 def test_adapters_that_cannot_be_absorbed() -> None:

@@ -26,7 +26,13 @@ from longspan import comm, dsa
 from longspan._agreement import in_layer_of
 from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized, Pooling, Selection
-from longspan._recipes.recipe import Recipe, check_no_dropout, class_names, not_sharded
+from longspan._recipes.recipe import (
+    Recipe,
+    check_no_cache,
+    check_no_dropout,
+    class_names,
+    not_sharded,
+)
 
 _SPARSE = "compressed_sparse_attention"
 _HEAVY = "heavily_compressed_attention"
@@ -46,7 +52,8 @@ def _forward(
     local = rest.get(KEYWORD)
     if not isinstance(local, LocalAttention):
         raise not_sharded(module)
-    _check_call(module, past_key_values)
+    check_no_cache(module, past_key_values)
+    check_no_dropout(module, module.attention_dropout if module.training else 0.0)
     rotate = _rotation()
     cos, sin = position_embeddings[module.rope_layer_type]
     heads = (*hidden_states.shape[:-1], -1, module.head_dim)
@@ -149,15 +156,6 @@ def _rotation() -> Any:
 def _overlaps(compressor: Any) -> bool:
     """Whether tokens have channels for the window after their own."""
     return bool(compressor.position_bias.shape[-1] == 2 * compressor.head_dim)
-
-
-def _check_call(module: Any, past_key_values: Any) -> None:
-    if past_key_values is not None:
-        raise ValueError(
-            f"{type(module).__name__}: got a cache, which would hold this rank's tokens alone; "
-            f"pass use_cache=False, as shard does"
-        )
-    check_no_dropout(module, module.attention_dropout if module.training else 0.0)
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:

@@ -53,6 +53,14 @@ def check_no_dropout(module: torch.nn.Module, dropout: float) -> None:
         )
 
 
+def check_no_cache(module: torch.nn.Module, past_key_values: object) -> None:
+    if past_key_values is not None:
+        raise ValueError(
+            f"{type(module).__name__}: got a cache, which would hold this rank's tokens alone; "
+            f"pass use_cache=False, as shard does"
+        )
+
+
 class NotSharded(ValueError):
     """A layer was called without a word about the batch."""
 

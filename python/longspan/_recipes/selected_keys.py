@@ -10,6 +10,10 @@ Three methods of each instance are the seams. `expand_kv` hands rows on as they 
 indexer's `forward` selects among the keys of all ranks, and the attention function (ours,
 by its name in the configuration) gets both. Everything else, norms, rotary
 positions, gates and projections, is the family's own code.
+
+GLM-5.2 and DeepSeek-V3.2, where nothing comes between queries and `q_b_proj`, get a
+`forward` made of their own projections and norms in place of the first seam: their
+queries turn while they are taken to the rows' space, and are never taken apart.
 """
 
 from __future__ import annotations
@@ -23,17 +27,24 @@ import torch
 from torch import nn
 
 from longspan._agreement import in_layer_of
+from longspan._local_batch import KEYWORD
 from longspan._models import AttentionLayer, LocalAttention, Parallelized, Selection
-from longspan._recipes.recipe import Recipe, not_sharded
+from longspan._recipes.recipe import Recipe, check_no_cache, check_no_dropout, not_sharded
 
 
 @dataclass(frozen=True)
-class _Indexer:
+class _Form:
     """How a family's indexer rotates: by which function of its module, and where in a
     head the rotated channels lie."""
 
     rotary: str
     rotated_last: bool = False
+    #: How many results its attention's `forward` has, where ours takes its place.
+    results: int | None = None
+
+
+#: cos and sin of rotary positions.
+_Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def _rows(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +56,7 @@ def _rows(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, t
 
 @torch.no_grad()
 def _select(
-    form: _Indexer,
+    form: _Form,
     indexer: Any,
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
@@ -74,7 +85,7 @@ def _select(
 
 
 def _rotated(
-    form: _Indexer,
+    form: _Form,
     indexer: Any,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -90,6 +101,52 @@ def _rotated(
     return torch.cat(parts_q, dim=-1), torch.cat(parts_k, dim=-1)
 
 
+def _forward(
+    results: int,
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    position_ids: torch.Tensor | None = None,
+    prev_topk_indices: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[Any, ...]:
+    """In place of an attention's `forward`: [B, L, hidden] of this rank's tokens, and in
+    families whose layers share selections that of this one."""
+    local = rest.get(KEYWORD)
+    if not isinstance(local, LocalAttention):
+        raise not_sharded(module)
+    check_no_cache(module, past_key_values)
+    check_no_dropout(module, module.attention_dropout if module.training else 0.0)
+    # Of each pair of channels; they stand there twice.
+    cos, sin = (table[..., : table.shape[-1] // 2] for table in position_embeddings)
+    residual = module.q_a_layernorm(module.q_a_proj(hidden_states))
+    q = module.q_b_proj(residual).unflatten(-1, (-1, module.qk_head_dim))
+    q = q.to(torch.promote_types(q.dtype, cos.dtype))  # as autocast leaves them
+    latents, rotated = torch.split(
+        module.kv_a_proj_with_mqa(hidden_states),
+        [module.kv_lora_rank, module.qk_rope_head_dim],
+        dim=-1,
+    )
+    rows, _ = _rows(module.kv_a_layernorm(latents), _turned(rotated, cos, sin))
+    chosen = prev_topk_indices
+    if module.indexer is not None:
+        chosen = module.indexer(
+            hidden_states, residual, position_embeddings, attention_mask, position_ids
+        )
+    assert chosen is not None, "the first layer selects"
+    with in_layer_of(module):
+        out = _attended(module, local, q, rows, chosen, module.scaling, angles=(cos, sin))
+    return (module.o_proj(out.flatten(2)), None, chosen)[:results]
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of neighbouring channels, which become halves."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 def attend(
     module: Any,
     local: LocalAttention,
@@ -102,25 +159,50 @@ def attend(
 ) -> torch.Tensor:
     """Heads [B, H, L, D] that attend to selected rows [B, 1, L, C + R]; [B, L, H, Dv]
     comes back."""
+    return _attended(
+        module, local, query.transpose(1, 2), rows.squeeze(1), indices, scale, sink=sink
+    )
+
+
+def _attended(
+    module: Any,
+    local: LocalAttention,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    *,
+    sink: torch.Tensor | None = None,
+    angles: _Angles | None = None,
+) -> torch.Tensor:
+    """q [B, L, H, K + R], of which R channels are yet to turn if there are angles, and rows
+    [B, L, C + R]; [B, L, H, Dv] comes back."""
     to_keys, to_values = _expansion(module)
     # As the latent rows would have made the heads' keys; what is rotated stays behind.
-    q = _times_of_heads(query.transpose(1, 2), to_keys.to(query.dtype))
+    q = _times_of_heads(q, to_keys.to(q.dtype), angles)
     out = local.attend_selected(
-        q, rows.squeeze(1), indices, scale=scale, value_dim=module.kv_lora_rank, sink=sink
+        q, rows, indices, scale=scale, value_dim=module.kv_lora_rank, sink=sink
     )
     return _times_of_heads(out, to_values.to(out.dtype))
 
 
-def _times_of_heads(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _times_of_heads(
+    x: torch.Tensor, matrices: torch.Tensor, angles: _Angles | None = None
+) -> torch.Tensor:
     """x [B, L, H, K + R] of which K channels are multiplied by a matrix of each head
-    [H, K, C], and R stay behind them: contiguous [B, L, H, C + R], as kernels read heads."""
+    [H, K, C], and R stay behind them, or turn: contiguous [B, L, H, C + R], as kernels
+    read heads. Angles are cos and sin, [B, L, R / 2]."""
+    cos, sin = (None, None) if angles is None else (t.to(x.dtype).unsqueeze(2) for t in angles)
     if not torch.compiler.is_compiling():
-        made: torch.Tensor = _TimesOfHeads.apply(x, matrices)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _TimesOfHeads.apply(x, matrices, cos, sin)  # type: ignore[no-untyped-call]
         return made
     # Graphs know no products that are written between other channels.
     first = matrices.shape[1]
     out = torch.matmul(x[..., :first].transpose(1, 2), matrices).transpose(1, 2)
-    return torch.cat((out, x[..., first:]), dim=-1)
+    rest = x[..., first:]
+    if cos is not None and sin is not None:
+        rest = _turned(rest, cos, sin)
+    return torch.cat((out, rest), dim=-1)
 
 
 class _TimesOfHeads(torch.autograd.Function):
@@ -128,19 +210,23 @@ class _TimesOfHeads(torch.autograd.Function):
     576 channels wide, costs as much as some percent of attention."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, matrices: Any) -> Any:
-        ctx.save_for_backward(x, matrices)
+    def forward(ctx: Any, x: Any, matrices: Any, cos: Any, sin: Any) -> Any:
+        ctx.save_for_backward(x, matrices, cos, sin)
         _, first, channels = matrices.shape
         out = x.new_empty(*x.shape[:-1], channels + x.shape[-1] - first)
         for row, to in zip(x[..., :first], out[..., :channels], strict=True):
             torch.bmm(row.transpose(0, 1), matrices, out=to.transpose(0, 1))
-        out[..., channels:] = x[..., first:]
+        rest, to = x[..., first:], out[..., channels:]
+        if cos is None:
+            to.copy_(rest)
+        else:
+            _turn((rest[..., 0::2], rest[..., 1::2]), to.chunk(2, -1), cos, sin)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d: Any) -> Any:
-        x, matrices = ctx.saved_tensors
+        x, matrices, cos, sin = ctx.saved_tensors
         _, first, channels = matrices.shape
         own = d[..., :channels]
         dx = dmatrices = None
@@ -148,11 +234,23 @@ class _TimesOfHeads(torch.autograd.Function):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             for row, to in zip(own, dx[..., :first], strict=True):
                 torch.bmm(row.transpose(0, 1), matrices.mT, out=to.transpose(0, 1))
-            dx[..., first:] = d[..., channels:]
+            rest, to = d[..., channels:], dx[..., first:]
+            if cos is None:
+                to.copy_(rest)
+            else:
+                _turn(rest.chunk(2, -1), (to[..., 0::2], to[..., 1::2]), cos, sin, back=True)
         if ctx.needs_input_grad[1]:
             rows = zip(x[..., :first], own, strict=True)
-            dmatrices = sum(torch.bmm(r.permute(1, 2, 0), o.transpose(0, 1)) for r, o in rows)
-        return dx, dmatrices
+            products = [torch.bmm(r.permute(1, 2, 0), o.transpose(0, 1)) for r, o in rows]
+            dmatrices = functools.reduce(torch.add, products)
+        return dx, dmatrices, None, None
+
+
+def _turn(x: Any, to: Any, cos: Any, sin: Any, *, back: bool = False) -> None:
+    """Pairs of channels (a, b) into others, with no pass over anything else."""
+    sign = -1 if back else 1
+    torch.mul(x[0], cos, out=to[0]).addcmul_(x[1], sin, value=-sign)
+    torch.mul(x[1], cos, out=to[1]).addcmul_(x[0], sin, value=sign)
 
 
 def _expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +284,7 @@ def _check_without_chance(linear: Any) -> None:
             )
 
 
-def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> None:
+def _redirect(form: _Form, name: str, module: Any, state: Parallelized) -> None:
     for owner, method in ((module, "expand_kv"), (module.indexer, "forward")):
         if owner is not None and method in vars(owner):
             raise NotImplementedError(
@@ -198,7 +296,10 @@ def _redirect(form: _Indexer, name: str, module: Any, state: Parallelized) -> No
             f"parallelize: '{name}.kv_b_proj' has a bias, and rows that attention sees cannot "
             f"carry one; train its adapters without"
         )
-    state.replace(module, "expand_kv", _rows)
+    if form.results is None or "forward" in vars(module):
+        state.replace(module, "expand_kv", _rows)
+    else:  # nobody calls expand_kv then
+        state.replace(module, "forward", functools.partial(_forward, form.results, module))
     if module.indexer is not None:
         state.replace(module.indexer, "forward", functools.partial(_select, form, module.indexer))
 
@@ -237,7 +338,7 @@ def _layer(name: str, module: Any) -> AttentionLayer:
 _KINDS = ("indexed_attention", "deepseek_sparse_attention")
 
 
-def _recipe(family: str, folder: str, prefix: str, form: _Indexer) -> Recipe:
+def _recipe(family: str, folder: str, prefix: str, form: _Form) -> Recipe:
     return Recipe(
         family=family,
         attention=f"transformers.models.{folder}.modeling_{folder}.{prefix}Attention",
@@ -251,8 +352,8 @@ def _recipe(family: str, folder: str, prefix: str, form: _Indexer) -> Recipe:
 _INTERLEAVED, _HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 RECIPES = (
-    _recipe("GLM-5.2", "glm_moe_dsa", "GlmMoeDsa", _Indexer(_INTERLEAVED)),
-    _recipe("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32", _Indexer(_HALVES)),
-    _recipe("A.X K2", "axk2", "AXK2", _Indexer(_HALVES)),
-    _recipe("HY v4", "hy_v4", "HYV4", _Indexer(_HALVES, rotated_last=True)),
+    _recipe("GLM-5.2", "glm_moe_dsa", "GlmMoeDsa", _Form(_INTERLEAVED, results=3)),
+    _recipe("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32", _Form(_HALVES, results=2)),
+    _recipe("A.X K2", "axk2", "AXK2", _Form(_HALVES)),
+    _recipe("HY v4", "hy_v4", "HYV4", _Form(_HALVES, rotated_last=True)),
 )
