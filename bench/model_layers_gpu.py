@@ -2,14 +2,20 @@
 models: what the adapter of a family takes against the sum of its operators, each alone.
 
     python bench/model_layers_gpu.py build/dev --save bench/results/...md
+    python bench/model_layers_gpu.py build/dev --parts 1 --profile
 
 bfloat16, forward and backward. The GLM-5.2 layer is one rank's share of 8 of 65536 tokens
-(head-tail, the keys of the other ranks lie ready): its queries see the keys of all. DeepSeek-V4
-and Gemma 4 run whole on one rank, with their operators' share of the time.
+(head-tail, the keys of the other ranks lie ready): its queries see the keys of all. Its
+operators are the linear layers, both products of heads, select_keys and attend_selected;
+norms, rotary positions and the keys of others put beside the own ones count as the adapter's.
+--profile prints the longest kernels of both. DeepSeek-V4 and Gemma 4 run whole on one rank,
+with their operators' share of the time.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import pathlib
 import statistics
 import sys
@@ -28,6 +34,7 @@ from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention
 
 BF16 = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there a test looks whether it runs
 GLM = COMMON | {
     "hidden_size": 6144,
     "num_attention_heads": 64,
@@ -59,8 +66,25 @@ def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
     return statistics.median(times)
 
 
+def kernels_of(title: str, run: Callable[[], Any], rounds: int = 3, most: int = 25) -> str:
+    """The longest kernels of a step: milliseconds, how often, and which."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(rounds):
+            run()
+        torch.cuda.synchronize()
+    spent = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    spent = [e for e in spent if e.self_device_time_total > 0]
+    lines = [
+        f"{e.self_device_time_total / rounds / 1e3:8.3f} ms {e.count / rounds:5.0f} x {e.key[:110]}"
+        for e in spent[:most]
+    ]
+    total = sum(e.self_device_time_total for e in spent) / rounds / 1e3
+    return "\n".join([f"{title}: {total:.1f} ms in {len(spent)} kernels", *lines])
+
+
 def normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(*sizes, device="cuda", dtype=dtype)
+    return torch.randn(*sizes, device=DEVICE, dtype=dtype)
 
 
 def both_ways(run: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
@@ -79,99 +103,130 @@ class Share(LocalAttention):
     def ready(self, tokens: int, ranks: int) -> None:
         """Keys of the others; windows of the rank's own queries."""
         piece = tokens // ranks // 2
-        self.keys, self.rows = normal(tokens - 2 * piece, 128), normal(tokens - 2 * piece, 576)
-        mine = torch.cat([torch.arange(piece), torch.arange(tokens - piece, tokens)]).cuda()
+        others = tokens - 2 * piece
+        self.other_keys, self.other_rows = normal(others, 128), normal(others, 576)
+        mine = torch.cat([torch.arange(piece), torch.arange(tokens - piece, tokens)]).to(DEVICE)
         self.end = (mine + 1).int()
         self.start = torch.zeros_like(self.end)
 
     @staticmethod
-    def whole(own: Tensor, others: Tensor) -> Tensor:
+    def in_stream(own: Tensor, others: Tensor) -> Tensor:
         head, tail = own.chunk(2)
         return torch.cat([head, others, tail])
 
     def select_keys(self, q: Tensor, k: Tensor, weights: Tensor, *, slots: int) -> Tensor:
+        keys = self.in_stream(k.flatten(0, 1), self.other_keys)
         found = dsa.select_keys(
-            q[0], self.whole(k[0], self.keys), weights[0], slots=slots, start=self.start,
+            q.flatten(0, 1), keys, weights.flatten(0, 1), slots=slots, start=self.start,
             end=self.end,
         )  # fmt: skip
         assert isinstance(found, Tensor)
-        return found[None]
+        return found.unsqueeze(0)
 
     def attend_selected(self, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Tensor:
-        out = dsa.attend_selected(q[0], self.whole(kv[0], self.rows), indices[0], **options)
+        # Views alone: the gradient of `q[0]` would be a copy of all queries into zeros.
+        rows = self.in_stream(kv.flatten(0, 1), self.other_rows)
+        out = dsa.attend_selected(q.flatten(0, 1), rows, indices.flatten(0, 1), **options)
         assert isinstance(out, Tensor)
-        return out[None]
+        return out.unsqueeze(0)
 
 
 def parallelized(model: Any, tokens: int) -> tuple[Any, Any]:
     """On the GPU over one rank, and a batch for it."""
-    model = model.to(device="cuda", dtype=BF16)
+    model = model.to(device=DEVICE, dtype=BF16)
     longspan.parallelize(model, proof=False)
-    batch = {"input_ids": torch.randint(1, 64, (1, tokens), device="cuda")}
+    batch = {"input_ids": torch.randint(1, 64, (1, tokens), device=DEVICE)}
     return model, longspan.shard(batch, model=model)
 
 
-def glm_rows() -> list[Row]:
-    mine = TOKENS // RANKS
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        made = transformers.GlmMoeDsaModel(transformers.GlmMoeDsaConfig(**GLM))
-    model, local = parallelized(made, mine)
-    given = local[KEYWORD]
-    share = Share(given.cut, given.group, given.strategy, ())
-    share.ready(TOKENS, RANKS)
-    layer = model.layers[0].self_attn
-    positions = (share.end - 1).long()[None]
-    hidden = normal(1, mine, GLM["hidden_size"])
-    angles = model.rotary_emb(hidden, positions)
-    parameters = [p for n, p in layer.named_parameters() if "indexer" not in n]
-    leaf = hidden.requires_grad_()
-    dout = torch.randn_like(hidden)
+class GlmShare:
+    """The attention of GLM-5.2 on one rank's share: its step by the adapter, by the adapter
+    around the family's own forward, and its operators alone."""
 
-    def adapter() -> Any:
+    def __init__(self, config: dict[str, Any], tokens: int, ranks: int) -> None:
+        self.config, self.tokens, self.mine = config, tokens, tokens // ranks
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            made = transformers.GlmMoeDsaModel(transformers.GlmMoeDsaConfig(**config))
+        theirs = copy.deepcopy(made)
+        attention = theirs.layers[0].self_attn
+        attention.forward = attention.forward  # as somebody's wrapper: it stays
+        model, local = parallelized(made, self.mine)
+        parallelized(theirs, self.mine)
+        given = local[KEYWORD]
+        self.share = Share(given.cut, given.group, given.strategy, ())
+        self.share.ready(tokens, ranks)
+        self.layer, self.theirs = model.layers[0].self_attn, attention
+        self.positions = (self.share.end - 1).long()[None]
+        self.hidden = normal(1, self.mine, config["hidden_size"]).requires_grad_()
+        self.angles = model.rotary_emb(self.hidden.detach(), self.positions)
+        self.dout = torch.randn_like(self.hidden)
+
+    def step(self, layer: Any) -> list[Tensor]:
         out = layer(
-            leaf, position_embeddings=angles, attention_mask=share, position_ids=positions,
-            **{KEYWORD: share},
+            self.hidden, position_embeddings=self.angles, attention_mask=self.share,
+            position_ids=self.positions, **{KEYWORD: self.share},
         )[0]  # fmt: skip
-        return torch.autograd.grad(out, [leaf, *parameters], dout, allow_unused=True)
+        learns = [p for n, p in layer.named_parameters() if "indexer" not in n]
+        return list(torch.autograd.grad(out, [self.hidden, *learns], self.dout))
 
-    parts: dict[str, Callable[[], Any]] = {}
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and name != "kv_b_proj":
-            x = normal(mine, module.in_features)
-            weight = module.weight.detach().to(BF16)
-            if "indexer" in name:
-                parts[name] = lambda x=x, w=weight: nn.functional.linear(x, w)
-            else:
-                parts[name] = both_ways(nn.functional.linear, x, weight)
-    heads, slots = GLM["num_attention_heads"], GLM["index_topk"]
-    parts["queries into rows"] = both_ways(
-        torch.matmul, normal(heads, mine, 192), normal(heads, 192, 512)
-    )
-    parts["answers to values"] = both_ways(
-        torch.matmul, normal(heads, mine, 512), normal(heads, 512, 256)
-    )
-    q, k, w = normal(mine, 32, 128), normal(TOKENS, 128), normal(mine, 32, dtype=torch.float32)
+    def right(self) -> bool:
+        """Whether both ways give the same gradients, to what bfloat16 allows."""
+        pairs = zip(self.step(self.layer), self.step(self.theirs), strict=True)
+        return all(bool((a - b).float().norm() <= 2e-2 * b.float().norm()) for a, b in pairs)
 
-    def select() -> Any:
-        return dsa.select_keys(q, k, w, slots=slots, start=share.start, end=share.end)
+    def operators(self) -> dict[str, Callable[[], Any]]:
+        config, mine, share = self.config, self.mine, self.share
+        parts: dict[str, Callable[[], Any]] = {}
+        for name, module in self.layer.named_modules():
+            if isinstance(module, nn.Linear) and name != "kv_b_proj":
+                x = normal(mine, module.in_features)
+                weight = module.weight.detach().to(BF16)
+                if "indexer" in name:
+                    parts[name] = lambda x=x, w=weight: nn.functional.linear(x, w)
+                else:
+                    parts[name] = both_ways(nn.functional.linear, x, weight)
+        heads, slots = config["num_attention_heads"], config["index_topk"]
+        row, key, value = (config[n] for n in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+        parts["queries into rows"] = both_ways(
+            torch.matmul, normal(heads, mine, key), normal(heads, key, row)
+        )
+        parts["answers to values"] = both_ways(
+            torch.matmul, normal(heads, mine, row), normal(heads, row, value)
+        )
+        q, k = normal(mine, config["index_n_heads"], 128), normal(self.tokens, 128)
+        w = normal(mine, config["index_n_heads"], dtype=torch.float32)
 
-    lists = select()
-    parts["select_keys"] = select
-    parts["attend_selected"] = both_ways(
-        lambda q, kv: dsa.attend_selected(q, kv, lists, scale=0.06, value_dim=512),
-        normal(mine, heads, 576), normal(TOKENS, 576),
-    )  # fmt: skip
+        def select() -> Any:
+            return dsa.select_keys(q, k, w, slots=slots, start=share.start, end=share.end)
+
+        lists = select()
+        parts["select_keys"] = select
+        parts["attend_selected"] = both_ways(
+            lambda q, kv: dsa.attend_selected(q, kv, lists, scale=0.06, value_dim=row),
+            normal(mine, heads, row + 64), normal(self.tokens, row + 64),
+        )  # fmt: skip
+        return parts
+
+
+def glm_rows() -> list[Row]:
+    share = GlmShare(GLM, TOKENS, RANKS)
+    right, parts = share.right(), share.operators()
     took = {name: milliseconds(run) for name, run in parts.items()}
-    total, ours = sum(took.values()), milliseconds(adapter)
+    total = sum(took.values())
+    ours, theirs = (
+        milliseconds(lambda layer=layer: share.step(layer))  # type: ignore[misc]
+        for layer in (share.layer, share.theirs)
+    )
+    if PROFILE:
+        print(kernels_of("adapter", lambda: share.step(share.layer)))
+        print(kernels_of("operators", lambda: [run() for run in parts.values()]))
     main_parts = ", ".join(f"{n} {t:.1f}" for n, t in took.items() if t > 0.05 * total)
     return [
         {
             "work": f"GLM-5.2 attention (H 64, k 2048), rank's share of {RANKS} at {TOKENS} tokens",
-            "right": bool(
-                torch.stack([g.isfinite().all() for g in adapter() if g is not None]).all()
-            ),
-            "ours": f"{ours:.1f} ms",
+            "right": right,
+            "ours": f"{ours:.1f} ms; around the family's own forward {theirs:.1f} ms",
             "other": f"operators: {total:.1f} ms ({main_parts})",
             "ratio": f"{ours / total:.3f}x",
             "bar": "<= 1.1x",
@@ -245,6 +300,12 @@ def parts(_: pathlib.Path) -> list[Part]:
     return [glm_rows, v4_rows, gemma_rows]
 
 
+PROFILE = False
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--profile", action="store_true")
+    options, sys.argv[1:] = parser.parse_known_args()
+    PROFILE = options.profile
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     sys.exit(main(__doc__ or "", "Layers of families with recipes on a GPU", name, parts))
