@@ -10,6 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "longspan/core/mask.h"
+#include "longspan/core/ownership.h"
+#include "longspan/core/packing.h"
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "tests/kernels/attention/attention_answers.h"
 #include "tests/kernels/machine/machine.h"
@@ -120,6 +123,46 @@ std::vector<AttentionCase> machine_cases() {
                    test::band({0, 150}, {90, 300}, 100, 9),
                    test::all_of({100, 120}, {0, 60}),
                    test::causal({130, 150}, {310, 400}, 240)}});
+  }
+  // What a rank computes when the keys of all others have come at once: several
+  // runs of keys, some of them seen by nobody here.
+  for (const int ranks : {3, 4}) {
+    const auto packing = Packing::of({300}, {ranks == 3 ? 300 : 304});
+    const Mask mask = Mask::causal(packing);
+    const auto owners = ranks == 3 ? Ownership::head_tail(packing.tokens(), 3)
+                                   : Ownership::contiguous(packing.tokens(), 4);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto mine = owners.ranges_of(rank);
+      std::vector<TokenRange> keys;
+      for (int other = 1; other < ranks; ++other) {
+        const auto more = owners.ranges_of((rank + other) % ranks);
+        keys.insert(keys.end(), more.begin(), more.end());
+      }
+      const int64_t tokens = packing.tokens() / ranks;
+      cases.push_back(
+          {.name =
+               "share_" + std::to_string(rank) + "_of_" + std::to_string(ranks),
+           .rows = 2,
+           .queries = tokens,
+           .keys = tokens * (ranks - 1),
+           .heads = 8,
+           .heads_per_key_head = 4,
+           .head_dim = 64,
+           .value_dim = 64,
+           .lines = key_lines(mask, {mine.begin(), mine.end()}, keys)});
+    }
+  }
+  // The last keys of a document share a block with nobody, but lie beside those
+  // of the next one.
+  for (const int64_t channels : {64, 128}) {
+    cases.push_back({.name = "documents_that_see_all_of_themselves_" +
+                             std::to_string(channels),
+                     .queries = 430,
+                     .keys = 430,
+                     .head_dim = channels,
+                     .value_dim = channels,
+                     .lines = {test::all_of({0, 200}, {0, 200}),
+                               test::all_of({200, 430}, {200, 430})}});
   }
   cases.push_back({.name = "documents_of_every_length",
                    .queries = 300,

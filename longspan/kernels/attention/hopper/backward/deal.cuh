@@ -33,7 +33,12 @@ __device__ void deal_keys(const DenseKeysParams& params,
     const int together = Plan::kWithQueries && block.tiles > 0 ? 1 : count;
     for (int head = heads.first; head < heads.last; head += together) {
       for (int i = 0; i < block.parts; ++i) {
-        const WorkPart part = params.parts[block.first_part + i];
+        WorkPart part = params.parts[block.first_part + i];
+        // dq is summed over all rows of a block, so those past its end, keys
+        // of another one, must be hidden from every query.
+        if (Plan::kWithQueries && part.queries < Plan::kKeys) {
+          part.full_last = part.full_first;
+        }
         barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
         write_record(small.record[at.slot], part, params.lines,
                      block.tiles * count, head, together, lane);
