@@ -45,6 +45,23 @@ def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
     check(over_ranks(family, "rows", ranks, embeds=True), true)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("family", SELECTING)
+def test_on_every_device(family: str, device: str) -> None:
+    """Of one rank, against each document alone on the CPU; float32 inside, which another
+    device adds up in another order."""
+    case, model = CASES["rows"](), decoder(family).to(device)
+    longspan.parallelize(model)
+    batch = {key: value.to(device) for key, value in case.batch.items()}
+    local = longspan.shard(batch, model=model)
+    out = model(**local)
+    out.loss.backward()
+    gradients = {name: gradient.cpu() for name, gradient in gradients_of(model).items()}
+    logits = longspan.unshard(out.logits.detach(), local).cpu()
+    rows = tuple(logits[d.row, d.begin : d.end] for d in case.documents)
+    check(Answer(out.loss.item(), gradients, rows), answer(family, "rows"), 1e-5)
+
+
 @pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
 def test_every_layout(layout: str) -> None:
     for case in ("rows", "left"):
