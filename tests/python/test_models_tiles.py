@@ -204,7 +204,17 @@ ON_CUDA = [
 @pytest.mark.parametrize(
     ("family", "device", "reentrant"), [("llama", "cpu", False), ("llama", "cpu", True), *ON_CUDA]
 )
-def test_offload_changes_no_gradient(family: str, device: str, reentrant: bool) -> None:
+def test_offload_changes_no_gradient(
+    family: str, device: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+
+    class Counted(_tiles._Away):
+        def __init__(self, number: int, *given: Any) -> None:
+            moved.append(number)
+            super().__init__(number, *given)
+
+    monkeypatch.setattr(_tiles, "_Away", Counted)
     model = decoder(family).train().to(device)
     batch = {key: value.to(device) for key, value in packed([9, 14]).batch.items()}
     found = []
@@ -218,6 +228,7 @@ def test_offload_changes_no_gradient(family: str, device: str, reentrant: bool) 
                 mine(**local).loss.backward()
         found.append(gradients_of(mine))
     plain, away = found
+    assert bool(moved) == (device == "cuda")
     assert plain.keys() == away.keys() and len(plain) > 4
     for name, gradient in plain.items():
         torch.testing.assert_close(away[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
