@@ -1,6 +1,7 @@
 #include "longspan/ops/fused_segments.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <tuple>
 
@@ -8,14 +9,13 @@ namespace longspan {
 
 namespace {
 
-/// Cuts a line where one of its bounds stops or starts to move, so that inside
-/// a part each of them is constant or rises with the query.
-std::vector<KeyLines> straight_parts(const KeyLines& line) {
-  const TokenRange all = line.queries;
-  std::vector<int64_t> cuts{
-      all.begin,
-      std::clamp(line.begin_max - line.begin_shift + 1, all.begin, all.end),
-      std::clamp(line.end_min - line.end_shift, all.begin, all.end), all.end};
+/// The queries of a line in several, which begin at these places.
+std::vector<KeyLines> cut_at(const KeyLines& line,
+                             std::initializer_list<int64_t> places) {
+  std::vector<int64_t> cuts{line.queries.begin, line.queries.end};
+  for (int64_t place : places) {
+    cuts.push_back(std::clamp(place, line.queries.begin, line.queries.end));
+  }
   std::ranges::sort(cuts);
   std::vector<KeyLines> parts;
   for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
@@ -24,6 +24,24 @@ std::vector<KeyLines> straight_parts(const KeyLines& line) {
     parts.back().queries = {cuts[i], cuts[i + 1]};
   }
   return parts;
+}
+
+/// A line whose first key stops to move, or its last key starts to, at its ends
+/// only: what has stopped or not yet started is where the keys end anyway.
+FusedSegment segment_of(const KeyLines& line) {
+  const int64_t first = line.queries.begin, last = line.queries.end - 1;
+  FusedSegment segment{line.row,
+                       line.queries,
+                       {line.keys_of(first).begin, line.keys_of(last).end}};
+  // Query and key are counted from the ends of their runs.
+  const int64_t diagonal = segment.keys.end - segment.queries.end;
+  if (line.keys_of(last).begin != segment.keys.begin) {
+    segment.left = diagonal - line.begin_shift;
+  }
+  if (line.keys_of(first).end != segment.keys.end) {
+    segment.right = line.end_shift - 1 - diagonal;
+  }
+  return segment;
 }
 
 using Joined = std::optional<FusedSegment>;
@@ -78,21 +96,21 @@ void sort_and_join(std::vector<FusedSegment>& segments, const Key& key,
 
 std::vector<FusedSegment> fused_segments(const KeyLines& line) {
   std::vector<FusedSegment> segments;
-  for (const KeyLines& part : straight_parts(line)) {
-    const int64_t first = part.queries.begin;
-    const int64_t last = part.queries.end - 1;
-    FusedSegment segment{part.row,
-                         part.queries,
-                         {part.keys_of(first).begin, part.keys_of(last).end}};
-    // Query and key are counted from the ends of their runs.
-    const int64_t diagonal = segment.keys.end - part.queries.end;
-    if (part.keys_of(last).begin != segment.keys.begin) {
-      segment.left = diagonal - part.begin_shift;
+  for (const KeyLines& part :
+       cut_at(line, {line.begin_max - line.begin_shift + 1,
+                     line.end_min - line.end_shift})) {
+    const FusedSegment whole = segment_of(part);
+    if (whole.is_full() || whole.queries.size() <= whole.keys.size()) {
+      segments.push_back(whole);
+      continue;
     }
-    if (part.keys_of(first).end != segment.keys.end) {
-      segment.right = part.end_shift - 1 - diagonal;
+    // Some queries see what others do: apart from those, each query moves one
+    // of the bounds on, and there are no more of them than keys.
+    for (const KeyLines& piece :
+         cut_at(part, {part.begin_min - part.begin_shift,
+                       part.end_max - part.end_shift + 1})) {
+      segments.push_back(segment_of(piece));
     }
-    segments.push_back(segment);
   }
   return segments;
 }

@@ -10,7 +10,9 @@ namespace longspan {
 
 /// One call of a fused kernel: queries of a line against one run of keys. Key j
 /// of query i is visible when j - i, counted from the last query and the last
-/// key, lies in [-left, right]; -1 is no bound.
+/// key, lies in [-left, right]; -1 is no bound. With a bound there are never
+/// more queries than keys: torch's flash kernel takes a bound as wide as there
+/// are keys for none, and a missing one beside it for one that wide.
 struct FusedSegment {
   int64_t row = 0;
   TokenRange queries, keys;
@@ -23,7 +25,7 @@ struct FusedSegment {
   bool is_causal() const { return left < 0 && right == 0; }
 };
 
-/// The pairs of a line, in at most three segments.
+/// The pairs of a line, in at most five segments.
 std::vector<FusedSegment> fused_segments(const KeyLines& line);
 
 /// The pairs of all lines, ascending by row and first query. Neighbours
