@@ -1,7 +1,7 @@
 #include <stdexcept>
 
 #include "longspan/kernels/attention/hopper/attention.h"
-#include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/forward/plans.h"
 #include "longspan/kernels/attention/hopper/launch.cuh"
 
 namespace longspan::hopper {
