@@ -42,7 +42,7 @@ __device__ __forceinline__ void pack_weights(
 /// out += weights v.
 template <class Plan>
 __device__ __forceinline__ void issue_values(
-    float (&out)[Plan::kMyValueDim / 2],
+    float (&out)[Plan::kValueDim / 2],
     const uint32_t (&weight)[Plan::kKeys / 16][4], uint32_t value) {
   const uint64_t b = across_channels(value, Plan::kKeyBlock);
 #pragma unroll
@@ -60,22 +60,16 @@ template <class Plan>
 __device__ __forceinline__ void attend(const DenseForwardParams& params,
                                        typename Plan::Small& small, int group) {
   const int lane = threadIdx.x % 32;
-  // Which queries and which channels of the answer are this warpgroup's.
-  constexpr bool kSplits = Plan::kSplitsValues;
-  const int query =
-      (kSplits ? 0 : 64 * group) + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-  const int channel = kSplits ? group * Plan::kMyValueDim : 0;
+  const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
-  const uint32_t my_query =
-      kSharedBase + Plan::kQuery + (kSplits ? 0 : group * 64 * 128);
-  const uint32_t my_value =
-      kSharedBase + Plan::kValue + channel / 64 * Plan::kKeyBlock;
+  const uint32_t my_query = kSharedBase + Plan::kQuery + group * 64 * 128;
+  const uint32_t values = kSharedBase + Plan::kValue;
   RingPlace<Plan::kRecords> at;
   RingPlace<Plan::kQueryStages> query_at;
   RingPlace<Plan::kStages> key_at, value_at;
-  float out[Plan::kMyValueDim / 2];
+  float out[Plan::kValueDim / 2];
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
   RunningSoftmax softmax;
@@ -87,7 +81,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     const AnswerPlace place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
     int last = small.record[at.slot].last_column;
-    begin_sums(params, place, query, channel, softmax, out, lane);
+    begin_sums(params, place, query, 0, softmax, out, lane);
     if (left > 0) {
       const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
       barrier_wait(shared_address(&small.query_ready[query_at.slot]),
@@ -125,7 +119,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
             score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
         wgmma_commit();
         issue_values<Plan>(out, weight,
-                           my_value + value_at.slot * Plan::kValueBytes);
+                           values + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
         announce(kTurn1 - group, 256);
         wgmma_wait<1>();
@@ -148,7 +142,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
                    value_at.round);
       wgmma_fence();
       issue_values<Plan>(out, weight,
-                         my_value + value_at.slot * Plan::kValueBytes);
+                         values + value_at.slot * Plan::kValueBytes);
       wgmma_commit();
       wgmma_wait<0>();
       pin(out);
@@ -157,7 +151,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     }
     arrive(small.record_free[at.slot]);
     at.advance();
-    store_answer(params, place, query, channel, softmax, out, lane);
+    store_answer(params, place, query, 0, softmax, out, lane);
   }
 }
 

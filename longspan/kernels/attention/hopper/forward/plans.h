@@ -1,6 +1,7 @@
 #pragma once
 
 #include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/forward/widest_config.h"
 
 namespace longspan::hopper {
 
@@ -19,7 +20,7 @@ auto with_dense_forward_plan(int head_dim, int value_dim, const Body& body) {
   if (head_dim <= 256 && value_dim <= 256) {
     return body(DenseForwardPlan<256, 256>());
   }
-  return body(DenseForwardPlan<512, 512>());
+  return body(WidestForwardPlan());
 }
 
 }  // namespace longspan::hopper

@@ -41,6 +41,16 @@ struct RunningSoftmax {
     for (int i = 0; i < 2; ++i) sum[i] = fmaf(sum[i], factor[i], more[i]);
   }
 
+  /// To a maximum that was found elsewhere.
+  __device__ __forceinline__ void move_to(const float (&other)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      factor[i] = other[i] == high[i] ? 1.f : exp2_fast(high[i] - other[i]);
+      sum[i] *= factor[i];
+      high[i] = other[i];
+    }
+  }
+
   template <int kCount>
   __device__ __forceinline__ void rescale(float (&out)[kCount]) const {
     if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
