@@ -142,11 +142,10 @@ std::vector<AttentionCase> machine_cases() {
       cases.push_back(
           {.name =
                "share_" + std::to_string(rank) + "_of_" + std::to_string(ranks),
-           .rows = 2,
            .queries = tokens,
            .keys = tokens * (ranks - 1),
-           .heads = 8,
-           .heads_per_key_head = 4,
+           .heads = 2,
+           .heads_per_key_head = 2,
            .head_dim = 64,
            .value_dim = 64,
            .lines = key_lines(mask, {mine.begin(), mine.end()}, keys)});
@@ -164,12 +163,39 @@ std::vector<AttentionCase> machine_cases() {
                      .lines = {test::all_of({0, 200}, {0, 200}),
                                test::all_of({200, 430}, {200, 430})}});
   }
-  cases.push_back({.name = "documents_of_every_length",
-                   .queries = 300,
-                   .keys = 300,
-                   .head_dim = 64,
-                   .value_dim = 64,
-                   .lines = test::documents({129, 1, 2, 3, 64, 65, 36})});
+  for (const int64_t channels : {64, 512}) {
+    cases.push_back({.name = "documents_of_every_length_" +
+                             std::to_string(channels) + "_channels",
+                     .queries = 300,
+                     .keys = 300,
+                     .head_dim = channels,
+                     .value_dim = channels,
+                     .lines = test::documents({129, 1, 2, 3, 64, 65, 36})});
+  }
+  // Above 256 channels two warpgroups take turns from tile to tile.
+  const auto widest = [&](const std::string& name, int64_t queries,
+                          int64_t keys, double size,
+                          const std::vector<KeyLines>& lines) {
+    cases.push_back({.name = name + "_of_512_channels",
+                     .queries = queries,
+                     .keys = keys,
+                     .head_dim = 512,
+                     .value_dim = 512,
+                     .size = size,
+                     .lines = lines});
+  };
+  widest("many_tiles", 70, 900, 1, {test::causal({0, 70}, {0, 900}, 830)});
+  widest("one_to_four_tiles", 256, 640, 1,
+         {test::all_of({0, 64}, {0, 64}), test::all_of({64, 128}, {64, 192}),
+          test::all_of({128, 192}, {192, 384}),
+          test::all_of({192, 256}, {384, 640})});
+  widest(
+      "parts_of_a_tile", 30, 1000, 1,
+      {test::all_of({0, 20}, {0, 30}), test::all_of({0, 30}, {200, 264}),
+       test::all_of({5, 30}, {400, 401}), test::all_of({0, 30}, {500, 560}),
+       test::all_of({0, 9}, {700, 750}), test::all_of({0, 30}, {900, 1000})});
+  // Greatest scores are passed that far exceed those before.
+  widest("scores_that_rise", 40, 700, 40, {test::all_of({0, 40}, {0, 700})});
   return cases;
 }
 
@@ -271,23 +297,29 @@ TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
   test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
 }
 
+/// How many channels the kernels have that differ in their order of sums.
+class ChannelsOnPaper : public testing::TestWithParam<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(Channels, ChannelsOnPaper, testing::Values(64, 512),
+                         testing::PrintToStringParamName());
+
 /// A long document has the bits that it has alone, wherever it stands.
-TEST(AttentionOnPaper, HasTheSameBitsWhateverIsPackedAround) {
-  const auto answer = [](const std::vector<int64_t>& lengths, int64_t before) {
+TEST_P(ChannelsOnPaper, HaveTheSameBitsWhateverIsPackedAround) {
+  const int64_t channels = GetParam();
+  const auto answer = [&](const std::vector<int64_t>& lengths, int64_t before) {
     int64_t tokens = 0;
     for (const int64_t length : lengths) tokens += length;
     CaseInputs inputs = test::inputs_of({.name = "packed",
                                          .queries = tokens,
                                          .keys = tokens,
-                                         .head_dim = 64,
-                                         .value_dim = 64,
+                                         .head_dim = channels,
+                                         .value_dim = channels,
                                          .lines = test::documents(lengths)},
                                         kType);
     // The document itself is the same in all of them.
     std::mt19937_64 bits(11);
     const auto place = [&](std::vector<double>& values) {
-      const auto own = test::normals(bits, kType, 150 * 64);
-      std::ranges::copy(own, values.begin() + before * 64);
+      const auto own = test::normals(bits, kType, 150 * channels);
+      std::ranges::copy(own, values.begin() + before * channels);
     };
     for (auto* values : {&inputs.problem.q, &inputs.problem.k,
                          &inputs.problem.v, &inputs.dout}) {
@@ -301,8 +333,8 @@ TEST(AttentionOnPaper, HasTheSameBitsWhateverIsPackedAround) {
     const Answer all = test::answer_in(arrays);
     for (const auto part :
          {&Answer::out, &Answer::dq, &Answer::dk, &Answer::dv}) {
-      const auto first = (all.*part).begin() + before * 64;
-      mine.insert(mine.end(), first, first + 150 * 64);
+      const auto first = (all.*part).begin() + before * channels;
+      mine.insert(mine.end(), first, first + 150 * channels);
     }
     return mine;
   };
@@ -310,6 +342,41 @@ TEST(AttentionOnPaper, HasTheSameBitsWhateverIsPackedAround) {
   EXPECT_EQ(answer({3, 150, 1, 200}, 3), alone);
   EXPECT_EQ(answer({130, 150}, 130), alone);
   EXPECT_EQ(answer({1, 1, 5, 60, 150, 7}, 67), alone);
+}
+
+/// A NaN in a query or a key reaches who sees it, and nobody else's bits.
+TEST_P(ChannelsOnPaper, PassNaNsToTheQueriesThatSeeThem) {
+  const int64_t channels = GetParam(), queries = 200, query = 70, key = 130;
+  const CaseInputs clean =
+      test::inputs_of(test::causal_case("causal", queries, channels), kType);
+  CaseInputs spoiled = clean;
+  const auto spoil = [&](std::vector<double>& values, int64_t token) {
+    const auto heads = std::ssize(values) / (queries * channels);
+    values[static_cast<std::size_t>(token * heads * channels + 5)] = NAN;
+  };
+  spoil(spoiled.problem.q, query);
+  spoil(spoiled.problem.k, key);
+  const auto answer = [](const CaseInputs& inputs) {
+    machine::set_seed(9);
+    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    forward(inputs, inputs.lines, arrays, false);
+    return test::answer_in(arrays);
+  };
+  const Answer exact = test::slow_answer<double>(spoiled);
+  const Answer with = answer(spoiled), without = answer(clean);
+  int64_t reached = 0;
+  for (const auto part : {&Answer::out, &Answer::lse}) {
+    for (std::size_t i = 0; i < (with.*part).size(); ++i) {
+      const double x = (with.*part)[i];
+      ASSERT_EQ(std::isnan(x), std::isnan((exact.*part)[i])) << i;
+      if (std::isnan(x)) {
+        ++reached;
+      } else {
+        ASSERT_EQ(x, (without.*part)[i]) << i;
+      }
+    }
+  }
+  EXPECT_GT(reached, 0);
 }
 
 }  // namespace

@@ -41,20 +41,16 @@ struct DenseForwardParams {
 /// At 128 channels a tile is 2048 cycles of the tensor cores and 1024 of
 /// exponentials; the warpgroups take turns, one's exponentials under the
 /// other's products.
-///
-/// The sums of 64 queries of more than 256 channels do not fit the registers of
-/// a warpgroup: both then take the same 64 queries and half of the values each,
-/// and both score, which is three products in place of two.
+/// Above 256 channels widest_config.h has another plan.
 template <int kHeadDim_, int kValueDim_>
 struct DenseForwardPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-  static constexpr bool kSplitsValues = kValueDim > 256;
-  static constexpr int kQueries = kSplitsValues ? 64 : 128;
+  static constexpr int kQueries = 128;
   static constexpr int kKeys = kHeadDim > 192 ? 64 : 128;
+  static constexpr int kValueKeys = kKeys;  // in a box of values
   static constexpr int kThreads = 384, kConsumerWarps = 8;
   static constexpr int kConsumerRegisters = kValueDim > 128 ? 240 : 232;
   static constexpr int kProducerRegisters = kValueDim > 128 ? 24 : 40;
-  static constexpr int kMyValueDim = kSplitsValues ? kValueDim / 2 : kValueDim;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
   static constexpr int kValueBlocks = kValueDim / 64;
   static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
@@ -62,7 +58,7 @@ struct DenseForwardPlan {
   static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
   static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
   static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
-  static constexpr int kStages = kHeadDim <= 256 ? 2 : 1;
+  static constexpr int kStages = 2;
   // The next queries arrive while the last products run, where there is room.
   static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
   static constexpr uint32_t kQuery = 0;
@@ -86,23 +82,5 @@ struct DenseForwardPlan {
 template <class Plan>
 cudaError_t launch_dense_forward(const DenseForwardParams& params,
                                  int processors, cudaStream_t stream);
-
-/// Which plan takes so many channels.
-template <class Body>
-auto with_dense_forward_plan(int head_dim, int value_dim, const Body& body) {
-  if (head_dim <= 64 && value_dim <= 64) {
-    return body(DenseForwardPlan<64, 64>());
-  }
-  if (head_dim <= 128 && value_dim <= 128) {
-    return body(DenseForwardPlan<128, 128>());
-  }
-  if (head_dim <= 192 && value_dim <= 128) {
-    return body(DenseForwardPlan<192, 128>());
-  }
-  if (head_dim <= 256 && value_dim <= 256) {
-    return body(DenseForwardPlan<256, 256>());
-  }
-  return body(DenseForwardPlan<512, 512>());
-}
 
 }  // namespace longspan::hopper

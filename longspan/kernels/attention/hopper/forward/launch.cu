@@ -1,7 +1,7 @@
 #include <stdexcept>
 
 #include "longspan/kernels/attention/hopper/attention.h"
-#include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/forward/plans.h"
 #include "longspan/kernels/attention/hopper/launch.cuh"
 
 namespace longspan::hopper {
@@ -82,7 +82,7 @@ void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
     params.k = tensor_map(args.k, args.type, args.rows, keys, key_heads(args),
                           args.head_dim, Plan::kKeys);
     params.v = tensor_map(args.v, args.type, args.rows, keys, key_heads(args),
-                          args.value_dim, Plan::kKeys);
+                          args.value_dim, Plan::kValueKeys);
     check_launch("attention",
                  launch_dense_forward<Plan>(params, processor_count(), on));
   });

@@ -1,8 +1,15 @@
-#include "longspan/kernels/attention/hopper/forward/forward.cuh"
+#include "longspan/kernels/attention/hopper/forward/widest.cuh"
 
 namespace longspan::hopper {
 
-template cudaError_t launch_dense_forward<DenseForwardPlan<512, 512>>(
-    const DenseForwardParams&, int, cudaStream_t);
+template <>
+cudaError_t launch_dense_forward<WidestForwardPlan>(
+    const DenseForwardParams& params, int processors, cudaStream_t stream) {
+  const int64_t items = int64_t{params.block_count} * params.heads;
+  return ampere::launch(widest_forward_kernel<WidestForwardPlan>,
+                        std::min<int64_t>(items, processors),
+                        WidestForwardPlan::kThreads,
+                        WidestForwardPlan::kSharedBytes, stream, params);
+}
 
 }  // namespace longspan::hopper

@@ -1,0 +1,133 @@
+#pragma once
+
+#include "longspan/kernels/attention/hopper/bend.cuh"
+#include "longspan/kernels/attention/hopper/forward/config.h"
+#include "longspan/kernels/attention/hopper/forward/softmax.cuh"
+#include "longspan/kernels/common/hopper/fragment.cuh"
+
+namespace longspan::hopper {
+
+/// Where the answer of one query of a thread lies: strides are multiplied when
+/// it is asked for, so that little is remembered while products run.
+struct AnswerPlace {
+  int row, head, first_query, queries;
+
+  template <class Record>
+  __device__ explicit AnswerPlace(const Record& record)
+      : row(record.row),
+        head(record.head),
+        first_query(record.first_row),
+        queries(record.rows) {}
+
+  __device__ bool has(int query) const { return query < queries; }
+  __device__ int64_t out(const DenseForwardParams& params, int query) const {
+    return row * params.out_row + (first_query + query) * params.out_token +
+           head * params.out_head;
+  }
+  __device__ float* lse(const DenseForwardParams& params, int query) const {
+    return params.lse + row * params.lse_row +
+           (first_query + query) * params.lse_token + head * params.lse_head;
+  }
+};
+
+/// Sets the sums to nothing, or to what earlier calls found: out and lse are a
+/// sum of one key whose score was the lse.
+template <int kCount>
+__device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
+                                           const AnswerPlace& place, int query,
+                                           int channel, RunningSoftmax& softmax,
+                                           float (&out)[kCount], int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    softmax.high[i] = -INFINITY;
+    softmax.sum[i] = 0.f;
+    softmax.factor[i] = 1.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] = 0.f;
+  if (!params.goes_on) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!place.has(query + 8 * i)) continue;
+    const float before = *place.lse(params, query + 8 * i);
+    if (before == -INFINITY) continue;
+    softmax.high[i] = before * kLog2e;
+    // Sums are added up over the four lanes of a query at the end.
+    softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
+    const float* from = static_cast<const float*>(params.out) +
+                        place.out(params, query + 8 * i) + channel;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * (lane & 3);
+      if (channel + column < params.value_dim) {
+        const float2 pair = *reinterpret_cast<const float2*>(from + column);
+        out[4 * j + 2 * i] = pair.x;
+        out[4 * j + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_answer(const DenseForwardParams& params,
+                                             const AnswerPlace& place,
+                                             int query, int channel,
+                                             const RunningSoftmax& softmax,
+                                             const float (&out)[kCount],
+                                             int lane) {
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sum = quad_sum(softmax.sum[i]);
+    const bool empty = sum == 0.f;  // NaN where a score is
+    float total = sum;
+    if (params.sink != nullptr) {
+      total += exp2_fast(params.sink[place.head] * kLog2e - softmax.high[i]);
+    }
+    scale[i] = empty ? 0.f : 1.f / total;
+    if (place.has(query + 8 * i) && (lane & 3) == 0 && channel == 0) {
+      *place.lse(params, query + 8 * i) =
+          empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
+    }
+  }
+  const int64_t at[2] = {place.out(params, query) + channel,
+                         place.out(params, query + 8) + channel};
+  const bool there[2] = {place.has(query), place.has(query + 8)};
+  if (params.out_is_float) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * (lane & 3);
+      if (channel + column >= params.value_dim) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!there[i]) continue;
+        *reinterpret_cast<float2*>(static_cast<float*>(params.out) + at[i] +
+                                   column) =
+            make_float2(out[4 * j + 2 * i] * scale[i],
+                        out[4 * j + 2 * i + 1] * scale[i]);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 4; j += 4) {
+    uint32_t x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* value = out + 4 * (j + n) + 2 * i;
+        x[i][n] = pack_bf16(value[0] * scale[i], value[1] * scale[i]);
+      }
+      turn_quad(x[i], lane);
+      const int column = 8 * (j + (lane & 3));
+      if (there[i] && channel + column < params.value_dim) {
+        __stcs(reinterpret_cast<uint4*>(
+                   static_cast<__nv_bfloat16*>(params.out) + at[i] + column),
+               make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]));
+      }
+    }
+  }
+}
+
+}  // namespace longspan::hopper
