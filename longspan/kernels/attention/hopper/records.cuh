@@ -51,6 +51,31 @@ __device__ __forceinline__ bool has_row(const WorkKeyLine& line, int key) {
   return key >= line.first_key && key < line.last_key;
 }
 
+__device__ __forceinline__ int row_after(const WorkLine& line) {
+  return line.last_query;
+}
+__device__ __forceinline__ int row_after(const WorkKeyLine& line) {
+  return line.last_key;
+}
+
+/// How many lines end at or before a lane's row: they ascend, so the next one
+/// is the row's or nobody's. Lanes read one line each, where a search would
+/// wait for one after another.
+template <class Line>
+__device__ __forceinline__ int lines_before(int row, const Line* lines,
+                                            int count, int lane) {
+  int passed = 0;
+#pragma unroll 1
+  for (int n = 0; n < count; n += 32) {
+    const int last = n + lane < count ? row_after(lines[n + lane]) : 0;
+#pragma unroll 1
+    for (int i = 0; i < min(count - n, 32); ++i) {
+      passed += row >= __shfl_sync(~0u, last, i);
+    }
+  }
+  return passed;
+}
+
 /// One warp writes a part down.
 template <int kRows, class Line>
 __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
@@ -69,15 +94,16 @@ __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
     record.full_first = part.full_first;
     record.full_last = part.full_last;
   }
+  lines += part.first_line;
+#pragma unroll 1
   for (int i = lane; i < kRows; i += 32) {
     const int at = part.first_query + i;
+    const int mine =
+        part.lines > 1 ? lines_before(at, lines, part.lines, lane) : 0;
     int2 seen = make_int2(0, 0);
-    for (int n = 0; n < part.lines && i < part.queries; ++n) {
-      const Line line = lines[part.first_line + n];
-      if (has_row(line, at)) {
-        seen = columns_of(line, at);
-        break;
-      }
+    if (i < part.queries && mine < part.lines) {
+      const Line line = lines[mine];
+      if (has_row(line, at)) seen = columns_of(line, at);
     }
     record.begin[i] = seen.x;
     record.end[i] = seen.y;
