@@ -20,6 +20,7 @@ struct RingPlace {
 
 /// A block of up to kRows queries and one run of its keys, on its way from the
 /// warp that deals to the others; in the backward kernel, of keys and queries.
+/// Several heads of a block follow one another, each with the same queries.
 template <int kRows_>
 struct WorkRecordOf {
   static constexpr int kRows = kRows_;
@@ -76,12 +77,14 @@ __device__ __forceinline__ int lines_before(int row, const Line* lines,
   return passed;
 }
 
-/// One warp writes a part down.
+/// One warp writes a part down, for blocks of `tokens` queries of each head, a
+/// power of two.
 template <int kRows, class Line>
 __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
                                              const WorkPart& part,
                                              const Line* lines, int tiles,
-                                             int head, int heads, int lane) {
+                                             int head, int heads, int lane,
+                                             int tokens = kRows) {
   if (lane == 0) {
     record.tiles = tiles;
     record.row = part.row;
@@ -97,11 +100,11 @@ __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
   lines += part.first_line;
 #pragma unroll 1
   for (int i = lane; i < kRows; i += 32) {
-    const int at = part.first_query + i;
+    const int token = i & (tokens - 1), at = part.first_query + token;
     const int mine =
         part.lines > 1 ? lines_before(at, lines, part.lines, lane) : 0;
     int2 seen = make_int2(0, 0);
-    if (i < part.queries && mine < part.lines) {
+    if (token < part.queries && mine < part.lines) {
       const Line line = lines[mine];
       if (has_row(line, at)) seen = columns_of(line, at);
     }

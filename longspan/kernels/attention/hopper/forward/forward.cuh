@@ -98,33 +98,45 @@ __device__ __forceinline__ void issue_values(
 
 // ---- Store ---------------------------------------------------------------
 
-/// Where the answer of one query of a thread lies: strides are multiplied when
-/// it is asked for, so that little is remembered while products run.
+/// Where the answer of one row of a thread lies, a query of a head: strides are
+/// multiplied when it is asked for, so that little is remembered while products
+/// run.
+template <class Plan>
 struct AnswerPlace {
-  int row, head, first_query, queries;
+  int row, first_head, first_query, queries;
 
-  __device__ explicit AnswerPlace(const WorkRecord& record)
+  __device__ explicit AnswerPlace(const WorkRecordOf<Plan::kQueries>& record)
       : row(record.row),
-        head(record.head),
+        first_head(record.head),
         first_query(record.first_row),
         queries(record.rows) {}
 
-  __device__ bool has(int query) const { return query < queries; }
-  __device__ int64_t out(const DenseForwardParams& params, int query) const {
-    return row * params.out_row + (first_query + query) * params.out_token +
-           head * params.out_head;
+  __device__ static int token(const DenseForwardParams& params, int at) {
+    return Plan::kNarrow ? at & ((1 << params.token_bits) - 1) : at;
   }
-  __device__ float* lse(const DenseForwardParams& params, int query) const {
+  __device__ int head(const DenseForwardParams& params, int at) const {
+    return Plan::kNarrow ? first_head + (at >> params.token_bits) : first_head;
+  }
+  __device__ bool has(const DenseForwardParams& params, int at) const {
+    return token(params, at) < queries;
+  }
+  __device__ int64_t out(const DenseForwardParams& params, int at) const {
+    return row * params.out_row +
+           (first_query + token(params, at)) * params.out_token +
+           head(params, at) * params.out_head;
+  }
+  __device__ float* lse(const DenseForwardParams& params, int at) const {
     return params.lse + row * params.lse_row +
-           (first_query + query) * params.lse_token + head * params.lse_head;
+           (first_query + token(params, at)) * params.lse_token +
+           head(params, at) * params.lse_head;
   }
 };
 
 /// Sets the sums to nothing, or to what earlier calls found: out and lse are a
 /// sum of one key whose score was the lse.
-template <int kCount>
+template <class Place, int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
-                                           const AnswerPlace& place, int query,
+                                           const Place& place, int query,
                                            int channel, RunningSoftmax& softmax,
                                            float (&out)[kCount], int lane) {
 #pragma unroll
@@ -138,7 +150,7 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   if (!params.goes_on) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (!place.has(query + 8 * i)) continue;
+    if (!place.has(params, query + 8 * i)) continue;
     const float before = *place.lse(params, query + 8 * i);
     if (before == -INFINITY) continue;
     softmax.high[i] = before * kLog2e;
@@ -158,10 +170,10 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   }
 }
 
-template <int kCount>
+template <class Place, int kCount>
 __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
-                                             const AnswerPlace& place,
-                                             int query, int channel,
+                                             const Place& place, int query,
+                                             int channel,
                                              const RunningSoftmax& softmax,
                                              const float (&out)[kCount],
                                              int lane) {
@@ -172,17 +184,20 @@ __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
     const bool empty = sum == 0.f;  // NaN where a score is
     float total = sum;
     if (params.sink != nullptr) {
-      total += exp2_fast(params.sink[place.head] * kLog2e - softmax.high[i]);
+      total +=
+          exp2_fast(params.sink[place.head(params, query + 8 * i)] * kLog2e -
+                    softmax.high[i]);
     }
     scale[i] = empty ? 0.f : 1.f / total;
-    if (place.has(query + 8 * i) && (lane & 3) == 0 && channel == 0) {
+    if (place.has(params, query + 8 * i) && (lane & 3) == 0 && channel == 0) {
       *place.lse(params, query + 8 * i) =
           empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
     }
   }
   const int64_t at[2] = {place.out(params, query) + channel,
                          place.out(params, query + 8) + channel};
-  const bool there[2] = {place.has(query), place.has(query + 8)};
+  const bool there[2] = {place.has(params, query),
+                         place.has(params, query + 8)};
   if (params.out_is_float) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
@@ -231,6 +246,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
   const int lane = threadIdx.x % 32;
   // Which queries and which channels of the answer are this warpgroup's.
   constexpr bool kSplits = Plan::kSplitsValues;
+  constexpr bool kTurns = !Plan::kNarrow;
   const int query =
       (kSplits ? 0 : 64 * group) + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const int channel = kSplits ? group * Plan::kMyValueDim : 0;
@@ -248,12 +264,12 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
   RunningSoftmax softmax;
-  if (group == 1) announce(kTurn0, 256);
+  if (kTurns && group == 1) announce(kTurn0, 256);
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) return;
-    const AnswerPlace place(small.record[at.slot]);
+    const AnswerPlace<Plan> place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
     int last = small.record[at.slot].last_column;
     begin_sums(params, place, query, channel, softmax, out, lane);
@@ -288,7 +304,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
                      key_at.round);
         barrier_wait(shared_address(&small.value_ready[value_at.slot]),
                      value_at.round);
-        meet(kTurn0 + group, 256);
+        if (kTurns) meet(kTurn0 + group, 256);
         wgmma_fence();
         issue_scores<Plan>(
             score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
@@ -296,7 +312,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         issue_values<Plan>(out, weight,
                            my_value + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
-        announce(kTurn1 - group, 256);
+        if (kTurns) announce(kTurn1 - group, 256);
         wgmma_wait<1>();
         pin(score);
         arrive(small.key_free[key_at.slot]);
@@ -331,7 +347,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
 }
 
 template <class Plan>
-__global__ void __launch_bounds__(Plan::kThreads, 1)
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     dense_forward_kernel(const __grid_constant__ DenseForwardParams params) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
@@ -359,11 +375,12 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   }
   __syncthreads();
   const int group = threadIdx.x / 128;
-  if (group == 2) {
+  if (group == Plan::kWarpgroups) {
     give_registers<Plan::kProducerRegisters>();
     const int warp = threadIdx.x % 128 / 32;
     if (warp == 0) {
-      deal<Plan>(params, small, threadIdx.x % 32);
+      deal<Plan>(params, small, threadIdx.x % 32,
+                 Plan::kNarrow ? params.packed_heads : 1);
     } else if (warp == 1 && threadIdx.x % 32 == 0) {
       fetch<Plan>(params, small, base);
     }
@@ -377,10 +394,12 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 template <class Plan>
 cudaError_t launch_dense_forward(const DenseForwardParams& params,
                                  int processors, cudaStream_t stream) {
-  const int64_t items = int64_t{params.block_count} * params.heads;
-  return ampere::launch(dense_forward_kernel<Plan>,
-                        std::min<int64_t>(items, processors), Plan::kThreads,
-                        Plan::kSharedBytes, stream, params);
+  const int64_t items =
+      int64_t{params.block_count} * (params.heads / params.packed_heads);
+  return ampere::launch(
+      dense_forward_kernel<Plan>,
+      std::min<int64_t>(items, int64_t{processors} * Plan::kBlocks),
+      Plan::kThreads, Plan::kSharedBytes, stream, params);
 }
 
 }  // namespace longspan::hopper
