@@ -1,6 +1,7 @@
 #include <bit>
 #include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "longspan/kernels/attention/hopper/forward/config.h"
@@ -50,7 +51,6 @@ template <class Plan>
 void launch(const DenseForwardArgs& args, DenseForwardParams params,
             const WorkTable& table, int packed, void* memory, cudaStream_t on) {
   if (table.blocks.empty()) return;
-  check_launch("attention", upload(table.image(), memory, on));
   tell_work(params, table, memory);
   const int tokens = Plan::kQueries / packed;
   params.packed_heads = packed;
@@ -134,6 +134,10 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
   params.out_is_float = args.out_type == ElementType::float32;
   params.goes_on = args.goes_on;
   auto* on = static_cast<cudaStream_t>(stream);
+  std::vector<std::byte> image = work.wide.image();
+  const auto narrow = work.narrow.image();
+  image.insert(image.end(), narrow.begin(), narrow.end());
+  check_launch("attention", upload(image, memory, on));
   with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
     launch<Plan>(args, params, work.wide, 1, memory, on);
   });
