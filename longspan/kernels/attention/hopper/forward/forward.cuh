@@ -396,6 +396,10 @@ cudaError_t launch_dense_forward(const DenseForwardParams& params,
                                  int processors, cudaStream_t stream) {
   const int64_t items =
       int64_t{params.block_count} * (params.heads / params.packed_heads);
+  if (Plan::kBlocks > 1) {
+    const auto error = ampere::prefer_shared_memory(dense_forward_kernel<Plan>);
+    if (error != cudaSuccess) return error;
+  }
   return ampere::launch(
       dense_forward_kernel<Plan>,
       std::min<int64_t>(items, int64_t{processors} * Plan::kBlocks),
