@@ -122,6 +122,15 @@ __device__ __forceinline__ int last_tile(const Record& record, int columns) {
   return first + (tiles - 1) * columns;
 }
 
+/// How many of a thread's columns lie before one: pairs, eight apart.
+__device__ __forceinline__ int bits_before(int column) {
+  column = max(column, 0);
+  return 2 * (column >> 3) + min(column & 7, 2);
+}
+__device__ __forceinline__ uint32_t low_bits(int count) {
+  return count >= 32 ? ~0u : (1u << max(count, 0)) - 1;
+}
+
 /// Hides what a thread's two rows do not see of a tile of columns, unless every
 /// row sees all of it.
 template <int kCount, class Record>
@@ -131,19 +140,23 @@ __device__ __forceinline__ void hide(float (&score)[kCount],
   if (tile >= record.full_first && tile + 2 * kCount <= record.full_last) {
     return;
   }
-  int first[2];
-  unsigned width[2];
+  // Bit 2 j + e is column 8 j + e from the thread's first one on.
+  uint32_t seen[2][(kCount / 2 + 31) / 32];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int begin = record.begin[row + 8 * i];
-    first[i] = begin - tile - 2 * (lane & 3);
-    width[i] = static_cast<unsigned>(max(record.end[row + 8 * i] - begin, 0));
+    const int mine = tile + 2 * (lane & 3);
+    const int begin = record.begin[row + 8 * i] - mine;
+    const int end = record.end[row + 8 * i] - mine;
+    const int first = bits_before(begin), last = bits_before(end);
+#pragma unroll
+    for (int w = 0; w < (kCount / 2 + 31) / 32; ++w) {
+      seen[i][w] = low_bits(last - 32 * w) & ~low_bits(first - 32 * w);
+    }
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int half = i / 2 & 1, column = 8 * (i / 4) + (i & 1);
-    const bool visible =
-        static_cast<unsigned>(column - first[half]) < width[half];
+    const int half = i / 2 & 1, bit = 2 * (i / 4) + (i & 1);
+    const bool visible = seen[half][bit / 32] >> (bit % 32) & 1;
     score[i] = visible ? score[i] : -INFINITY;
   }
 }
