@@ -70,9 +70,9 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   args.out_type = *element_type(part.out.scalar_type());
   args.out = array_of<void*>(part.out);
   args.lse = array_of<void*>(part.lse);
-  const hopper::WorkTable table = hopper::forward_work(args);
-  const at::Tensor memory = memory_for(table, in.q);
-  hopper::attention_forward(args, table, memory.mutable_data_ptr(),
+  const hopper::ForwardWork work = hopper::forward_work(args);
+  const at::Tensor memory = memory_for(work, in.q);
+  hopper::attention_forward(args, work, memory.mutable_data_ptr(),
                             current_stream(in.q));
   if (sink.defined()) {
     running.add_with_sink(std::move(part));

@@ -248,6 +248,52 @@ void check_pairs(const WorkOf<Line>& table, const WorkShape& shape,
       << got - computed.times.begin();
 }
 
+/// Two tables in place of one: documents whose queries see few keys have
+/// blocks of their own. One of them writes what a query sees; that it sees
+/// nothing both may say.
+void check_two_tables(std::span<const KeyLines> lines, WorkShape shape,
+                      const Counts& visible) {
+  const int64_t most = shape.tile_keys + 1;
+  const LinesByWidth by_width = lines_by_width(lines, most);
+  for (const KeyLines& line : by_width.narrow) {
+    for (int64_t q = line.queries.begin; q < line.queries.end; ++q) {
+      ASSERT_LE(line.keys_of(q).size(), most);
+    }
+  }
+  const bool every_query = shape.every_query;
+  shape.elsewhere = by_width.narrow;
+  const WorkTable wide = work_table(by_width.wide, shape);
+  shape.every_query = false;
+  shape.elsewhere = by_width.wide;
+  shape.block_queries = std::max(1, shape.block_queries / 4);
+  const WorkTable narrow = work_table(by_width.narrow, shape);
+  std::map<std::pair<int64_t, int64_t>, int> blocks_of;
+  Counts computed = visible;
+  std::ranges::fill(computed.times, 0);
+  for (const WorkTable* table : {&wide, &narrow}) {
+    ASSERT_NO_FATAL_FAILURE(check_full_ranges(*table));
+    for (const WorkBlock& block : table->blocks) {
+      const WorkPart& first = parts_of(*table, block).front();
+      for (int64_t q = first.first_query; q < queries_of(first).end; ++q) {
+        ++blocks_of[{first.row, q}];
+      }
+    }
+    for (const WorkPart& part : table->parts) {
+      compute(*table, part, shape.tile_keys, computed);
+    }
+  }
+  ASSERT_EQ(computed.times, visible.times) << "in two tables";
+  for (const KeyLines& line : lines) {
+    for (int64_t q = line.queries.begin; q < line.queries.end; ++q) {
+      if (line.keys_of(q).empty()) continue;
+      ASSERT_EQ((blocks_of[{line.row, q}]), 1) << "query " << q;
+    }
+  }
+  if (every_query) {
+    ASSERT_EQ(std::ssize(blocks_of), shape.rows * shape.queries);
+  }
+}
+
 /// The steps of a ring: every rank against every owner, one in each row, with
 /// a row without keys between them and a last one against the keys of all.
 void table_shows_every_pair_once(const TableCase& c) {
@@ -291,6 +337,7 @@ void table_shows_every_pair_once(const TableCase& c) {
     const WorkTable table = work_table(lines, shape);
     ASSERT_EQ(table.lines.size(), lines.size());
     ASSERT_NO_FATAL_FAILURE(check_pairs(table, shape, visible));
+    ASSERT_NO_FATAL_FAILURE(check_two_tables(lines, shape, visible));
     shape.queries = visible.keys;
     const KeyWorkTable of_keys = key_work_table(lines, shape);
     ASSERT_EQ(of_keys.lines.size(), lines.size());
@@ -540,6 +587,52 @@ void blocks_do_not_depend_on_neighbours(const SurroundedCase& c) {
 
 TEST(WorkTable, OfALongDocumentDoesNotDependOnItsNeighbours) {
   test::for_all(4000, draw_surrounded, blocks_do_not_depend_on_neighbours);
+}
+
+/// Which table it is in is decided by its own lines, and its blocks there.
+void two_tables_do_not_depend_on_neighbours(const SurroundedCase& c) {
+  SurroundedCase lonely = c;
+  lonely.before = lonely.after = {};
+  const Mask alone = lonely.among().first;
+  const auto [mask, begin] = c.among();
+  const TokenRange document{begin, begin + c.length};
+  const auto blocks = [](const Mask& of, TokenRange range, bool narrow) {
+    const TokenRange all{0, of.queries()};
+    const LinesByWidth lines = lines_by_width(key_lines(of, {all}, {all}), 40);
+    return blocks_in(
+        work_table(narrow ? lines.narrow : lines.wide,
+                   {.rows = 1,
+                    .queries = of.queries(),
+                    .block_queries = narrow ? kBlock / 4 : kBlock,
+                    .tile_keys = kTile,
+                    .elsewhere = narrow ? lines.wide : lines.narrow}),
+        range);
+  };
+  for (const bool narrow : {false, true}) {
+    ASSERT_EQ(blocks(mask, document, narrow),
+              blocks(alone, {0, c.length}, narrow));
+  }
+}
+
+TEST(WorkTable, TellsALongDocumentsWidthByItsOwnLines) {
+  test::for_all(4000, draw_surrounded, two_tables_do_not_depend_on_neighbours);
+}
+
+TEST(WorkTable, TakesWindowsAndShortDocumentsForNarrow) {
+  const auto documents = [](const Mask& mask, int64_t most) {
+    const TokenRange all{0, mask.queries()};
+    const LinesByWidth lines =
+        lines_by_width(key_lines(mask, {all}, {all}), most);
+    return std::pair(lines.narrow.size(), lines.wide.size());
+  };
+  using Counted = std::pair<std::size_t, std::size_t>;
+  const Mask causal = Mask::causal(Packing::of({100, 3, 101, 99}));
+  EXPECT_EQ(documents(causal, 100), Counted(3, 1));
+  EXPECT_EQ(documents(causal, 2), Counted(0, 4));
+  EXPECT_EQ(documents(causal, 101), Counted(4, 0));
+  const Mask window = Mask::sliding(Packing::single(1000), 128);
+  EXPECT_EQ(documents(window, 127), Counted(0, 1));
+  EXPECT_EQ(documents(window, 128), Counted(1, 0));
 }
 
 TEST(WorkTable, PutsManyShortDocumentsIntoABlock) {

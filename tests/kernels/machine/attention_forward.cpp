@@ -4,4 +4,6 @@
 #include "longspan/kernels/attention/hopper/forward/instantiate/dims_256.cu"
 #include "longspan/kernels/attention/hopper/forward/instantiate/dims_512.cu"
 #include "longspan/kernels/attention/hopper/forward/instantiate/dims_64.cu"
+#include "longspan/kernels/attention/hopper/forward/instantiate/narrow_128.cu"
+#include "longspan/kernels/attention/hopper/forward/instantiate/narrow_64.cu"
 #include "longspan/kernels/attention/hopper/forward/launch.cu"

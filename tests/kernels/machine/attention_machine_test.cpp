@@ -40,8 +40,17 @@ struct TableMemory {
   std::vector<Word> words;
 };
 
+/// Queries that see at most so many keys are for narrow blocks: none of them,
+/// some, or all; above 128 channels there are none.
+std::vector<int64_t> narrow_widths(const CaseInputs& inputs) {
+  if (inputs.problem.head_dim > 128 || inputs.problem.value_dim > 128) {
+    return {0};
+  }
+  return {1 << 30, 60, 0};
+}
+
 void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
-             AttentionArrays& arrays, bool goes_on,
+             AttentionArrays& arrays, bool goes_on, int64_t narrow_keys,
              const float* sink = nullptr) {
   hopper::DenseForwardArgs args;
   test::set_shape(args, inputs.problem, kType, arrays, lines);
@@ -49,10 +58,11 @@ void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
   args.lse = arrays.lse;
   args.goes_on = goes_on;
   args.sink = sink;
+  args.narrow_keys = narrow_keys;
   ASSERT_EQ(hopper::why_not_attention(args), std::nullopt);
-  const hopper::WorkTable table = hopper::forward_work(args);
-  TableMemory memory(table.bytes());
-  hopper::attention_forward(args, table, memory.data(), nullptr);
+  const hopper::ForwardWork work = hopper::forward_work(args);
+  TableMemory memory(work.bytes());
+  hopper::attention_forward(args, work, memory.data(), nullptr);
 }
 
 enum class Order { any, fixed };
@@ -196,6 +206,52 @@ std::vector<AttentionCase> machine_cases() {
        test::all_of({0, 9}, {700, 750}), test::all_of({0, 30}, {900, 1000})});
   // Greatest scores are passed that far exceed those before.
   widest("scores_that_rise", 40, 700, 40, {test::all_of({0, 40}, {0, 700})});
+  // Heads that share a block of rows.
+  for (const int64_t window : {1, 2, 127, 128, 129}) {
+    cases.push_back({.name = "packed_window_" + std::to_string(window),
+                     .queries = 150,
+                     .keys = 150,
+                     .heads = 16,
+                     .heads_per_key_head = 8,
+                     .head_dim = 64,
+                     .value_dim = 64,
+                     .lines = {test::band({0, 150}, {0, 150}, 0, window)}});
+  }
+  cases.push_back({.name = "packed_64_of_8",
+                   .queries = 40,
+                   .keys = 170,
+                   .heads = 64,
+                   .heads_per_key_head = 8,
+                   .head_dim = 64,
+                   .value_dim = 64,
+                   .lines = {test::band({0, 40}, {0, 170}, 130, 128)}});
+  const auto packed = [&](int64_t heads, int64_t group, int64_t offset,
+                          int64_t channels) {
+    cases.push_back({.name = "packed_" + std::to_string(heads) + "_of_" +
+                             std::to_string(group) + "_from_" +
+                             std::to_string(offset) + "_channels_" +
+                             std::to_string(channels),
+                     .rows = 2,
+                     .queries = 70,
+                     .keys = 90,
+                     .heads = heads,
+                     .heads_per_key_head = group,
+                     .head_offset = offset,
+                     .head_dim = channels,
+                     .value_dim = channels,
+                     .lines = {test::band({2, 30}, {0, 40}, 10, 9),
+                               test::all_of({31, 32}, {40, 41}),
+                               test::causal({35, 52}, {41, 60}, 8),
+                               test::band({54, 70}, {20, 90}, 20, 30)}});
+  };
+  packed(4, 2, 0, 64);
+  packed(6, 3, 0, 64);
+  packed(8, 4, 0, 128);
+  packed(12, 6, 0, 64);
+  packed(16, 16, 0, 128);
+  packed(12, 8, 4, 64);  // ends of two groups, in fours
+  packed(4, 8, 2, 64);   // some of a group
+  packed(5, 8, 3, 128);
   return cases;
 }
 
@@ -212,11 +268,16 @@ TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
   for (const uint64_t seed : {1, 2, 3}) {
     machine::set_seed(seed);
     AttentionArrays arrays = test::arrays_of(inputs, kType);
-    // Every query is written, whatever was there.
-    arrays.out.fill(NAN);
-    arrays.lse.fill(NAN);
-    forward(inputs, inputs.lines, arrays, false);
     const std::string who = "seed " + std::to_string(seed);
+    for (const int64_t narrow : narrow_widths(inputs)) {
+      // Every query is written, whatever was there.
+      arrays.out.fill(NAN);
+      arrays.lse.fill(NAN);
+      forward(inputs, inputs.lines, arrays, false, narrow);
+      const Answer answer = test::answer_in(arrays);
+      test::expect_near(answer.out, exact.out, tolerances.out[0], who + " out");
+      test::expect_near(answer.lse, exact.lse, tolerances.lse[0], who + " lse");
+    }
     for (const Order order : {Order::any, Order::fixed}) {
       AttentionArrays copy = arrays;
       if (GetParam().queries > 0) {  // else nothing is launched
@@ -234,11 +295,18 @@ TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
 /// Which thread is first, and when copies and products happen, is not seen.
 TEST_P(AttentionOnPaper, HasTheSameBitsInAnyOrderOfEvents) {
   const CaseInputs inputs = test::inputs_of(GetParam(), kType);
-  std::vector<AttentionArrays> made;
+  std::vector<AttentionArrays> made, narrows;
   for (const uint64_t seed : {4, 5, 6}) {
     machine::set_seed(seed);
     made.push_back(test::arrays_of(inputs, kType));
-    forward(inputs, inputs.lines, made.back(), false);
+    if (narrow_widths(inputs).front() > 0) {
+      narrows.push_back(made.back());
+      forward(inputs, inputs.lines, narrows.back(), false,
+              narrow_widths(inputs).front());
+      EXPECT_EQ(narrows.front().out.bytes(), narrows.back().out.bytes());
+      EXPECT_EQ(narrows.front().lse.bytes(), narrows.back().lse.bytes());
+    }
+    forward(inputs, inputs.lines, made.back(), false, 0);
     backward(inputs, made.back(), Order::fixed);
     for (const auto part :
          {&AttentionArrays::out, &AttentionArrays::lse, &AttentionArrays::dq,
@@ -267,16 +335,18 @@ TEST_P(AttentionOnPaper, GoesOnFromEarlierKeys) {
   const Answer tolerances =
       test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
   machine::set_seed(7);
-  AttentionArrays arrays = test::arrays_of(inputs, kType);
   const int64_t keys = inputs.problem.keys;
   const std::array cuts{int64_t{0}, keys / 3, keys / 2, keys};
-  for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
-    forward(inputs, clipped(inputs.lines, {cuts[i], cuts[i + 1]}), arrays,
-            i > 0);
+  for (const int64_t narrow : narrow_widths(inputs)) {
+    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+      forward(inputs, clipped(inputs.lines, {cuts[i], cuts[i + 1]}), arrays,
+              i > 0, narrow);
+    }
+    const Answer answer = test::answer_in(arrays);
+    test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
+    test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
   }
-  const Answer answer = test::answer_in(arrays);
-  test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
-  test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
 }
 
 TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
@@ -290,11 +360,13 @@ TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
   const Answer tolerances =
       test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
   machine::set_seed(8);
-  AttentionArrays arrays = test::arrays_of(inputs, kType);
-  forward(inputs, inputs.lines, arrays, false, sink.data());
-  const Answer answer = test::answer_in(arrays);
-  test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
-  test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
+  for (const int64_t narrow : narrow_widths(inputs)) {
+    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    forward(inputs, inputs.lines, arrays, false, narrow, sink.data());
+    const Answer answer = test::answer_in(arrays);
+    test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
+    test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
+  }
 }
 
 /// How many channels the kernels have that differ in their order of sums.
@@ -305,7 +377,8 @@ INSTANTIATE_TEST_SUITE_P(Channels, ChannelsOnPaper, testing::Values(64, 512),
 /// A long document has the bits that it has alone, wherever it stands.
 TEST_P(ChannelsOnPaper, HaveTheSameBitsWhateverIsPackedAround) {
   const int64_t channels = GetParam();
-  const auto answer = [&](const std::vector<int64_t>& lengths, int64_t before) {
+  const auto answer = [&](const std::vector<int64_t>& lengths, int64_t before,
+                          int64_t narrow) {
     int64_t tokens = 0;
     for (const int64_t length : lengths) tokens += length;
     CaseInputs inputs = test::inputs_of({.name = "packed",
@@ -327,7 +400,7 @@ TEST_P(ChannelsOnPaper, HaveTheSameBitsWhateverIsPackedAround) {
     }
     machine::set_seed(static_cast<uint64_t>(tokens));
     AttentionArrays arrays = test::arrays_of(inputs, kType);
-    forward(inputs, inputs.lines, arrays, false);
+    forward(inputs, inputs.lines, arrays, false, narrow);
     backward(inputs, arrays, Order::fixed);
     test::Values mine;
     const Answer all = test::answer_in(arrays);
@@ -338,10 +411,13 @@ TEST_P(ChannelsOnPaper, HaveTheSameBitsWhateverIsPackedAround) {
     }
     return mine;
   };
-  const test::Values alone = answer({150}, 0);
-  EXPECT_EQ(answer({3, 150, 1, 200}, 3), alone);
-  EXPECT_EQ(answer({130, 150}, 130), alone);
-  EXPECT_EQ(answer({1, 1, 5, 60, 150, 7}, 67), alone);
+  // At 170 it is narrow and a document beside it is not, at 140 the other way.
+  for (const int64_t narrow : {0, 140, 170, 1000}) {
+    const test::Values alone = answer({150}, 0, narrow);
+    EXPECT_EQ(answer({3, 150, 1, 200}, 3, narrow), alone);
+    EXPECT_EQ(answer({130, 150}, 130, narrow), alone);
+    EXPECT_EQ(answer({1, 1, 5, 60, 150, 7}, 67, narrow), alone);
+  }
 }
 
 /// A NaN in a query or a key reaches who sees it, and nobody else's bits.
@@ -359,7 +435,7 @@ TEST_P(ChannelsOnPaper, PassNaNsToTheQueriesThatSeeThem) {
   const auto answer = [](const CaseInputs& inputs) {
     machine::set_seed(9);
     AttentionArrays arrays = test::arrays_of(inputs, kType);
-    forward(inputs, inputs.lines, arrays, false);
+    forward(inputs, inputs.lines, arrays, false, 0);
     return test::answer_in(arrays);
   };
   const Answer exact = test::slow_answer<double>(spoiled);

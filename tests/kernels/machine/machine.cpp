@@ -242,9 +242,11 @@ template <class Visit>
 void each_element(const Box& box, const Visit& visit) {
   const CUtensorMap& map = *box.map;
   const int64_t inner = map.box[0], bytes = map.element_bytes;
-  for (int64_t i = 0; i < inner * map.box[1]; ++i) {
-    const int64_t at[4] = {box.at[0] + i % inner, box.at[1] + i / inner,
-                           box.at[2], box.at[3]};
+  const int64_t tokens = map.box[1];
+  for (int64_t i = 0; i < inner * tokens * map.box[2]; ++i) {
+    const int64_t at[4] = {box.at[0] + i % inner,
+                           box.at[1] + i / inner % tokens,
+                           box.at[2] + i / (inner * tokens), box.at[3]};
     int64_t offset = 0;
     bool there = true;
     for (int axis = 0; axis < 4; ++axis) {

@@ -29,13 +29,22 @@ struct DenseForwardArgs : AttentionForwardArgs {
   /// not, every query is written, also those that see nothing.
   bool goes_on = false;
   const float* sink = nullptr;  // [heads]; it is part of out, not of lse
+  /// Documents whose queries see at most so many keys are for a kernel of
+  /// their own, up to 128 channels: predicted to gain up to about 512.
+  int64_t narrow_keys = 256;
 };
 
-/// The blocks of queries for such a call.
-WorkTable forward_work(const DenseForwardArgs& args);
+/// The blocks of queries for such a call: of documents whose queries see few
+/// keys, in blocks of `packed_heads` heads and fewer queries, and of others.
+struct ForwardWork {
+  int packed_heads = 1;
+  WorkTable narrow, wide;
+  std::size_t bytes() const { return narrow.bytes() + wide.bytes(); }
+};
+ForwardWork forward_work(const DenseForwardArgs& args);
 
-/// `memory` is table.bytes() long, on the device, and aligned to 16.
-void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
+/// `memory` is work.bytes() long, on the device, and aligned to 16.
+void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
                        void* memory, void* stream);
 
 /// Why the backward kernel cannot take it, or nothing.

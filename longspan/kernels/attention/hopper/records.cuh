@@ -20,6 +20,7 @@ struct RingPlace {
 
 /// A block of up to kRows queries and one run of its keys, on its way from the
 /// warp that deals to the others; in the backward kernel, of keys and queries.
+/// Several heads of a block follow one another, each with the same queries.
 template <int kRows_>
 struct WorkRecordOf {
   static constexpr int kRows = kRows_;
@@ -51,12 +52,39 @@ __device__ __forceinline__ bool has_row(const WorkKeyLine& line, int key) {
   return key >= line.first_key && key < line.last_key;
 }
 
-/// One warp writes a part down.
+__device__ __forceinline__ int row_after(const WorkLine& line) {
+  return line.last_query;
+}
+__device__ __forceinline__ int row_after(const WorkKeyLine& line) {
+  return line.last_key;
+}
+
+/// How many lines end at or before a lane's row: they ascend, so the next one
+/// is the row's or nobody's. Lanes read one line each, where a search would
+/// wait for one after another.
+template <class Line>
+__device__ __forceinline__ int lines_before(int row, const Line* lines,
+                                            int count, int lane) {
+  int passed = 0;
+#pragma unroll 1
+  for (int n = 0; n < count; n += 32) {
+    const int last = n + lane < count ? row_after(lines[n + lane]) : 0;
+#pragma unroll 1
+    for (int i = 0; i < min(count - n, 32); ++i) {
+      passed += row >= __shfl_sync(~0u, last, i);
+    }
+  }
+  return passed;
+}
+
+/// One warp writes a part down, for blocks of `tokens` queries of each head, a
+/// power of two.
 template <int kRows, class Line>
 __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
                                              const WorkPart& part,
                                              const Line* lines, int tiles,
-                                             int head, int heads, int lane) {
+                                             int head, int heads, int lane,
+                                             int tokens = kRows) {
   if (lane == 0) {
     record.tiles = tiles;
     record.row = part.row;
@@ -69,15 +97,16 @@ __device__ __forceinline__ void write_record(WorkRecordOf<kRows>& record,
     record.full_first = part.full_first;
     record.full_last = part.full_last;
   }
+  lines += part.first_line;
+#pragma unroll 1
   for (int i = lane; i < kRows; i += 32) {
-    const int at = part.first_query + i;
+    const int token = i & (tokens - 1), at = part.first_query + token;
+    const int mine =
+        part.lines > 1 ? lines_before(at, lines, part.lines, lane) : 0;
     int2 seen = make_int2(0, 0);
-    for (int n = 0; n < part.lines && i < part.queries; ++n) {
-      const Line line = lines[part.first_line + n];
-      if (has_row(line, at)) {
-        seen = columns_of(line, at);
-        break;
-      }
+    if (token < part.queries && mine < part.lines) {
+      const Line line = lines[mine];
+      if (has_row(line, at)) seen = columns_of(line, at);
     }
     record.begin[i] = seen.x;
     record.end[i] = seen.y;
@@ -93,6 +122,15 @@ __device__ __forceinline__ int last_tile(const Record& record, int columns) {
   return first + (tiles - 1) * columns;
 }
 
+/// How many of a thread's columns lie before one: pairs, eight apart.
+__device__ __forceinline__ int bits_before(int column) {
+  column = max(column, 0);
+  return 2 * (column >> 3) + min(column & 7, 2);
+}
+__device__ __forceinline__ uint32_t low_bits(int count) {
+  return count >= 32 ? ~0u : (1u << max(count, 0)) - 1;
+}
+
 /// Hides what a thread's two rows do not see of a tile of columns, unless every
 /// row sees all of it.
 template <int kCount, class Record>
@@ -102,19 +140,23 @@ __device__ __forceinline__ void hide(float (&score)[kCount],
   if (tile >= record.full_first && tile + 2 * kCount <= record.full_last) {
     return;
   }
-  int first[2];
-  unsigned width[2];
+  // Bit 2 j + e is column 8 j + e from the thread's first one on.
+  uint32_t seen[2][(kCount / 2 + 31) / 32];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int begin = record.begin[row + 8 * i];
-    first[i] = begin - tile - 2 * (lane & 3);
-    width[i] = static_cast<unsigned>(max(record.end[row + 8 * i] - begin, 0));
+    const int mine = tile + 2 * (lane & 3);
+    const int begin = record.begin[row + 8 * i] - mine;
+    const int end = record.end[row + 8 * i] - mine;
+    const int first = bits_before(begin), last = bits_before(end);
+#pragma unroll
+    for (int w = 0; w < (kCount / 2 + 31) / 32; ++w) {
+      seen[i][w] = low_bits(last - 32 * w) & ~low_bits(first - 32 * w);
+    }
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int half = i / 2 & 1, column = 8 * (i / 4) + (i & 1);
-    const bool visible =
-        static_cast<unsigned>(column - first[half]) < width[half];
+    const int half = i / 2 & 1, bit = 2 * (i / 4) + (i & 1);
+    const bool visible = seen[half][bit / 32] >> (bit % 32) & 1;
     score[i] = visible ? score[i] : -INFINITY;
   }
 }

@@ -18,12 +18,12 @@ struct Luggage {
   uint4 data[kBytes / 16];
 };
 
+/// Lanes read arguments one after another, so several processors share them.
 template <int kBytes>
 __global__ void unpack(const __grid_constant__ Luggage<kBytes> luggage,
                        uint4* to, int count) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    to[i] = luggage.data[i];
-  }
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < count) to[i] = luggage.data[i];
 }
 
 template <int kBytes>
@@ -32,8 +32,9 @@ cudaError_t upload_piece(std::span<const std::byte> piece, void* to,
   Luggage<kBytes> luggage;
   std::memcpy(&luggage, piece.data(), piece.size());
   const int count = static_cast<int>((piece.size() + 15) / 16);
-  unpack<kBytes>
-      <<<1, 256, 0, stream>>>(luggage, static_cast<uint4*>(to), count);
+  constexpr int kThreads = 128;
+  unpack<kBytes><<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+      luggage, static_cast<uint4*>(to), count);
   return cudaGetLastError();
 }
 

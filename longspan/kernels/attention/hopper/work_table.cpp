@@ -118,33 +118,75 @@ std::vector<Layer<Side>> layers_of(std::span<const Side> lines) {
   return layers;
 }
 
-/// Where blocks must end: both ends of long documents, ascending. Lines that
+/// Calls visit(lines of a document, its rows) for one after another. Lines that
 /// share a row or a column are of one document, and follow one another.
-template <class Side>
-std::vector<int64_t> borders(std::span<const Side> lines, int64_t block) {
-  std::vector<int64_t> places;
+template <class Side, class Visit>
+void each_document(std::span<const Side> lines, const Visit& visit) {
   TokenRange rows, columns;  // of the document so far
-  const auto finish = [&] {
-    if (rows.size() < block) return;
-    places.push_back(rows.begin);
-    places.push_back(rows.end);
-  };
-  for (const Side& line : lines) {
-    const TokenRange mine = line.rows();
-    const TokenRange seen{line.columns_of(mine.begin).begin,
-                          line.columns_of(mine.end - 1).end};
+  std::size_t first = 0;
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    const TokenRange mine = lines[i].rows();
+    const TokenRange seen{lines[i].columns_of(mine.begin).begin,
+                          lines[i].columns_of(mine.end - 1).end};
     if (mine.begin < rows.end || !intersect(seen, columns).empty()) {
       rows.end = std::max(rows.end, mine.end);
       columns = {std::min(columns.begin, seen.begin),
                  std::max(columns.end, seen.end)};
     } else {
-      finish();
+      if (i > first) visit(lines.subspan(first, i - first), rows);
+      first = i;
       rows = mine;
       columns = seen;
     }
   }
-  finish();
+  if (!lines.empty()) visit(lines.subspan(first), rows);
+}
+
+/// Where blocks must end: both ends of long documents, ascending.
+template <class Side>
+std::vector<int64_t> borders(std::span<const Side> lines, int64_t block) {
+  std::vector<int64_t> places;
+  each_document(lines, [&](std::span<const Side>, TokenRange rows) {
+    if (rows.size() < block) return;
+    places.push_back(rows.begin);
+    places.push_back(rows.end);
+  });
   return places;
+}
+
+/// The lines of a row, each in parts all of which see something, ascending.
+template <class Side>
+std::vector<Side> sides_of(std::span<const KeyLines> lines) {
+  std::vector<Side> sides;
+  for (const KeyLines& line : lines) {
+    for (const KeyLines& part : seeing_parts(line)) sides.push_back({part});
+  }
+  std::ranges::stable_sort(sides, {},
+                           [](const Side& side) { return side.rows().begin; });
+  return sides;
+}
+
+/// Those of `lines`, which ascend, that are of a row.
+std::span<const KeyLines> lines_of_row(std::span<const KeyLines> lines,
+                                       int64_t row) {
+  const auto [first, last] =
+      std::ranges::equal_range(lines, row, {}, &KeyLines::row);
+  return {first, last};
+}
+
+/// The most keys that a query of a line sees: it is one where a bound starts or
+/// stops to rise.
+int64_t most_keys(const KeyLines& line) {
+  int64_t most = 0;
+  for (const int64_t query :
+       {line.queries.begin, line.queries.end - 1,
+        line.begin_min - line.begin_shift, line.begin_max - line.begin_shift,
+        line.end_min - line.end_shift, line.end_max - line.end_shift}) {
+    most = std::max(most, line.keys_of(std::clamp(query, line.queries.begin,
+                                                  line.queries.end - 1))
+                              .size());
+  }
+  return most;
 }
 
 template <class Side, class Line>
@@ -153,7 +195,9 @@ class Builder {
   Builder(const WorkShape& shape, WorkOf<Line>& table)
       : shape_(shape), table_(table) {}
 
-  void add_row(int64_t row, std::span<const Side> lines) {
+  /// Rows of `elsewhere`, which ascend, are left out where no line has them.
+  void add_row(int64_t row, std::span<const Side> lines,
+               std::span<const KeyLines> elsewhere) {
     const std::vector<Layer<Side>> layers = layers_of(lines);
     std::vector<int32_t> first_lines;
     for (const Layer<Side>& layer : layers) {
@@ -177,11 +221,18 @@ class Builder {
           }
         }
         begin = seen;
-        if (begin == shape_.queries) break;
       }
+      while (!elsewhere.empty() && elsewhere.front().queries.begin <= begin) {
+        begin = std::max(begin, elsewhere.front().queries.end);
+        elsewhere = elsewhere.subspan(1);
+      }
+      if (begin >= shape_.queries) break;
       while (stop < stops.size() && stops[stop] <= begin) ++stop;
       next = std::min(begin + shape_.block_queries, shape_.queries);
       if (stop < stops.size()) next = std::min(next, stops[stop]);
+      if (!elsewhere.empty()) {
+        next = std::min(next, elsewhere.front().queries.begin);
+      }
       add_block(row, {begin, next}, layers, first_lines, at);
     }
   }
@@ -259,18 +310,11 @@ template <class Side, class Line>
 WorkOf<Line> table_of(std::span<const KeyLines> lines, const WorkShape& shape) {
   WorkOf<Line> table;
   Builder<Side, Line> builder(shape, table);
-  std::size_t at = 0;
   for (int64_t row = 0; row < shape.rows; ++row) {
-    std::vector<Side> sides;
-    for (; at < lines.size() && lines[at].row == row; ++at) {
-      for (const KeyLines& part : seeing_parts(lines[at])) {
-        sides.push_back({part});
-      }
-    }
+    const auto sides = sides_of<Side>(lines_of_row(lines, row));
     if (sides.empty() && !shape.every_query) continue;
-    std::ranges::stable_sort(
-        sides, {}, [](const Side& side) { return side.rows().begin; });
-    builder.add_row(row, std::span<const Side>(sides));
+    builder.add_row(row, std::span<const Side>(sides),
+                    lines_of_row(shape.elsewhere, row));
   }
   std::ranges::stable_sort(table.blocks, std::ranges::greater(),
                            &WorkBlock::tiles);
@@ -309,6 +353,26 @@ template struct WorkOf<WorkKeyLine>;
 
 WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape) {
   return table_of<QuerySide, WorkLine>(lines, shape);
+}
+
+LinesByWidth lines_by_width(std::span<const KeyLines> lines, int64_t most) {
+  LinesByWidth by_width;
+  while (!lines.empty()) {
+    const auto of_row = lines_of_row(lines, lines.front().row);
+    lines = lines.subspan(of_row.size());
+    const auto sides = sides_of<QuerySide>(of_row);
+    each_document(
+        std::span<const QuerySide>(sides),
+        [&](std::span<const QuerySide> document, TokenRange) {
+          const bool narrow = std::ranges::all_of(
+              document,
+              [&](const auto& side) { return most_keys(side.line) <= most; });
+          for (const QuerySide& side : document) {
+            (narrow ? by_width.narrow : by_width.wide).push_back(side.line);
+          }
+        });
+  }
+  return by_width;
 }
 
 KeyWorkTable key_work_table(std::span<const KeyLines> lines,

@@ -60,6 +60,8 @@ struct WorkShape {
   int block_queries = 128;  // at most so many queries a block
   int tile_keys = 128;
   bool every_query = false;  // also those that see nothing
+  /// Not those of these lines, though: another table has them. Ascending.
+  std::span<const KeyLines> elsewhere = {};
 };
 
 /// Lines ascend by row and first query. Blocks end where a document of at least
@@ -70,6 +72,14 @@ struct WorkShape {
 /// Cost: O(n log n) for n lines and blocks, and O(queries) blocks for lines
 /// that overlap.
 WorkTable work_table(std::span<const KeyLines> lines, const WorkShape& shape);
+
+/// Lines in two: those of documents none of whose lines shows a query more than
+/// `most_keys` keys, and all others. What a document is told to be depends on
+/// its own lines alone. Queries that see nothing are in neither.
+struct LinesByWidth {
+  std::vector<KeyLines> narrow, wide;
+};
+LinesByWidth lines_by_width(std::span<const KeyLines> lines, int64_t most_keys);
 
 /// The other way round: blocks of keys and the queries that see them. In parts
 /// and shapes, read queries for keys and keys for queries.

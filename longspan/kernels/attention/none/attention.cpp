@@ -7,12 +7,12 @@ std::optional<std::string> why_not_attention(const AttentionArgs& /*args*/) {
   return no_compiler();
 }
 
-WorkTable forward_work(const DenseForwardArgs& /*args*/) {
+ForwardWork forward_work(const DenseForwardArgs& /*args*/) {
   never("attention");
 }
 
 void attention_forward(const DenseForwardArgs& /*args*/,
-                       const WorkTable& /*table*/, void* /*memory*/,
+                       const ForwardWork& /*work*/, void* /*memory*/,
                        void* /*stream*/) {
   never("attention");
 }

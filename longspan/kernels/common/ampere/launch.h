@@ -26,6 +26,15 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads,
   return cudaGetLastError();
 }
 
+/// For kernels of which several blocks share a processor: as much shared memory
+/// as there is, where the driver would weigh it against the L1 cache.
+template <class Params>
+cudaError_t prefer_shared_memory(void (*kernel)(Params)) {
+  return cudaFuncSetAttribute(kernel,
+                              cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 /// Launches a block for every query and `block_heads` heads of a key head.
 template <class Args>
 cudaError_t launch_blocks(void (*kernel)(Args), const Args& args,

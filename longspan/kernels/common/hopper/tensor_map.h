@@ -33,13 +33,13 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 /// An array as the copy engine sees it, in boxes of 128 bytes of channels (64,
-/// or 32 for floats) of `box_tokens` tokens of one head, laid out as wgmma.cuh
-/// wants blocks. What lies past `channels` or `tokens` is read as zero and not
-/// written.
+/// or 32 for floats) of `box_tokens` tokens of `box_heads` heads, head after
+/// head, laid out as wgmma.cuh wants blocks. What lies past `channels` or
+/// `tokens` is read as zero and not written.
 template <class Pointer>
 CUtensorMap tensor_map(const TokenArray<Pointer>& array, ElementType type,
                        int64_t rows, int64_t tokens, int64_t heads,
-                       int channels, int box_tokens) {
+                       int channels, int box_tokens, int box_heads = 1) {
   const bool is_float = type == ElementType::float32;
   const auto size = [](int64_t n) { return static_cast<uint64_t>(n); };
   const std::array<uint64_t, 4> sizes{size(channels), size(tokens), size(heads),
@@ -52,7 +52,8 @@ CUtensorMap tensor_map(const TokenArray<Pointer>& array, ElementType type,
                                         bytes(array.head_stride, heads),
                                         bytes(array.row_stride, rows)};
   const std::array<uint32_t, 4> box{is_float ? 32u : 64u,
-                                    static_cast<uint32_t>(box_tokens), 1, 1};
+                                    static_cast<uint32_t>(box_tokens),
+                                    static_cast<uint32_t>(box_heads), 1};
   const std::array<uint32_t, 4> steps{1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(

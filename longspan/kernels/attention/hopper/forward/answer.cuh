@@ -7,34 +7,46 @@
 
 namespace longspan::hopper {
 
-/// Where the answer of one query of a thread lies: strides are multiplied when
-/// it is asked for, so that little is remembered while products run.
+/// Where the answer of one row of a thread lies, a query of a head: strides are
+/// multiplied when it is asked for, so that little is remembered while products
+/// run.
+template <bool kPacksHeads>
 struct AnswerPlace {
-  int row, head, first_query, queries;
+  int row, first_head, first_query, queries;
 
   template <class Record>
   __device__ explicit AnswerPlace(const Record& record)
       : row(record.row),
-        head(record.head),
+        first_head(record.head),
         first_query(record.first_row),
         queries(record.rows) {}
 
-  __device__ bool has(int query) const { return query < queries; }
-  __device__ int64_t out(const DenseForwardParams& params, int query) const {
-    return row * params.out_row + (first_query + query) * params.out_token +
-           head * params.out_head;
+  __device__ static int token(const DenseForwardParams& params, int at) {
+    return kPacksHeads ? at & ((1 << params.token_bits) - 1) : at;
   }
-  __device__ float* lse(const DenseForwardParams& params, int query) const {
+  __device__ int head(const DenseForwardParams& params, int at) const {
+    return kPacksHeads ? first_head + (at >> params.token_bits) : first_head;
+  }
+  __device__ bool has(const DenseForwardParams& params, int at) const {
+    return token(params, at) < queries;
+  }
+  __device__ int64_t out(const DenseForwardParams& params, int at) const {
+    return row * params.out_row +
+           (first_query + token(params, at)) * params.out_token +
+           head(params, at) * params.out_head;
+  }
+  __device__ float* lse(const DenseForwardParams& params, int at) const {
     return params.lse + row * params.lse_row +
-           (first_query + query) * params.lse_token + head * params.lse_head;
+           (first_query + token(params, at)) * params.lse_token +
+           head(params, at) * params.lse_head;
   }
 };
 
 /// Sets the sums to nothing, or to what earlier calls found: out and lse are a
 /// sum of one key whose score was the lse.
-template <int kCount>
+template <class Place, int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
-                                           const AnswerPlace& place, int query,
+                                           const Place& place, int query,
                                            int channel, RunningSoftmax& softmax,
                                            float (&out)[kCount], int lane) {
 #pragma unroll
@@ -48,7 +60,7 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   if (!params.goes_on) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (!place.has(query + 8 * i)) continue;
+    if (!place.has(params, query + 8 * i)) continue;
     const float before = *place.lse(params, query + 8 * i);
     if (before == -INFINITY) continue;
     softmax.high[i] = before * kLog2e;
@@ -68,10 +80,10 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   }
 }
 
-template <int kCount>
+template <class Place, int kCount>
 __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
-                                             const AnswerPlace& place,
-                                             int query, int channel,
+                                             const Place& place, int query,
+                                             int channel,
                                              const RunningSoftmax& softmax,
                                              const float (&out)[kCount],
                                              int lane) {
@@ -82,17 +94,20 @@ __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
     const bool empty = sum == 0.f;  // NaN where a score is
     float total = sum;
     if (params.sink != nullptr) {
-      total += exp2_fast(params.sink[place.head] * kLog2e - softmax.high[i]);
+      total +=
+          exp2_fast(params.sink[place.head(params, query + 8 * i)] * kLog2e -
+                    softmax.high[i]);
     }
     scale[i] = empty ? 0.f : 1.f / total;
-    if (place.has(query + 8 * i) && (lane & 3) == 0 && channel == 0) {
+    if (place.has(params, query + 8 * i) && (lane & 3) == 0 && channel == 0) {
       *place.lse(params, query + 8 * i) =
           empty ? -INFINITY : (softmax.high[i] + log2f(sum)) * kLn2;
     }
   }
   const int64_t at[2] = {place.out(params, query) + channel,
                          place.out(params, query + 8) + channel};
-  const bool there[2] = {place.has(query), place.has(query + 8)};
+  const bool there[2] = {place.has(params, query),
+                         place.has(params, query + 8)};
   if (params.out_is_float) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {

@@ -19,6 +19,7 @@ struct DenseForwardParams {
   const WorkLine* lines;
   int block_count, heads, section_heads;
   int heads_per_key_head, head_offset;
+  int packed_heads, token_bits;  // of a block: it has 2^token_bits queries
   int value_dim;
   float scale;        // of a product, natural
   float softcap;      // 0: none
@@ -42,15 +43,35 @@ struct DenseForwardParams {
 /// exponentials; the warpgroups take turns, one's exponentials under the
 /// other's products.
 /// Above 256 channels widest_config.h has another plan.
-template <int kHeadDim_, int kValueDim_>
+///
+/// Where queries see few keys, `kNarrow`, rows of a block are as many heads of
+/// a key head as there are, up to 8, and few queries of each, head after head:
+/// 16 queries of 8 heads see 143 keys of a window of 128, where 128 queries see
+/// 255. Tiles of 48 keys take them as 144. Such an item is short: 1152 cycles
+/// of the tensor cores at 64 channels, as many of exponentials, some 2300 to
+/// issue everything, but over 3000 from its record to its answer, in steps that
+/// wait for one another. So a processor has several under way, by as many
+/// blocks of threads as its registers hold, and nobody takes turns: 2 of two
+/// warpgroups at 64 channels, 2 of one at 128.
+template <int kHeadDim_, int kValueDim_, bool kNarrow_ = false>
 struct DenseForwardPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-  static constexpr int kQueries = 128;
-  static constexpr int kKeys = kHeadDim > 192 ? 64 : 128;
+  static constexpr bool kNarrow = kNarrow_;
+  static constexpr int kWarpgroups = kNarrow && kValueDim > 64 ? 1 : 2;
+  static constexpr int kBlocks = kNarrow ? 2 : 1;    // of a processor
+  static constexpr int kQueries = 64 * kWarpgroups;  // rows
+  static constexpr int kKeys = kNarrow ? 48 : kHeadDim > 192 ? 64 : 128;
   static constexpr int kValueKeys = kKeys;  // in a box of values
-  static constexpr int kThreads = 384, kConsumerWarps = 8;
-  static constexpr int kConsumerRegisters = kValueDim > 128 ? 240 : 232;
-  static constexpr int kProducerRegisters = kValueDim > 128 ? 24 : 40;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kConsumerWarps = 4 * kWarpgroups;
+  static constexpr int kConsumerRegisters = kNarrow
+                                                ? (kWarpgroups == 1 ? 216 : 104)
+                                            : kValueDim > 128 ? 240
+                                                              : 232;
+  static constexpr int kProducerRegisters = kNarrow
+                                                ? (kWarpgroups == 1 ? 40 : 32)
+                                            : kValueDim > 128 ? 24
+                                                              : 40;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
   static constexpr int kValueBlocks = kValueDim / 64;
   static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
@@ -58,7 +79,7 @@ struct DenseForwardPlan {
   static constexpr uint32_t kQueryBytes = kHeadBlocks * kQueryBlock;
   static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
   static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kNarrow ? 3 : 2;
   // The next queries arrive while the last products run, where there is room.
   static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
   static constexpr uint32_t kQuery = 0;
@@ -73,10 +94,10 @@ struct DenseForwardPlan {
     uint64_t key_ready[kStages], key_free[kStages];
     uint64_t value_ready[kStages], value_free[kStages];
     uint64_t record_ready[kRecords], record_free[kRecords];
-    WorkRecord record[kRecords];
+    WorkRecordOf<kQueries> record[kRecords];
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
-  static_assert(kSharedBytes <= 232448 - 1024);
+  static_assert(kBlocks * (kSharedBytes + 1024) <= 233472 - 1024);
 };
 
 template <class Plan>

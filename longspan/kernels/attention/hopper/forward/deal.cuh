@@ -24,24 +24,27 @@ struct DenseItem {
 };
 
 /// One warp: takes items until there are no more, and writes their parts down.
+/// An item is a block and `together` heads.
+/// Asks for the next one before it writes: the answer takes some 700 cycles.
 template <class Plan, class Params>
 __device__ void deal(const Params& params, typename Plan::Small& small,
-                     int lane) {
+                     int lane, int together = 1) {
   RingPlace<Plan::kRecords> at;
-  const int items = params.block_count * params.heads;
+  const int items = params.block_count * (params.heads / together);
+  int next = lane == 0 ? atomicAdd(params.next_item, 1) : 0;
   for (;;) {
-    int item = 0;
-    if (lane == 0) item = atomicAdd(params.next_item, 1);
-    item = __shfl_sync(~0u, item, 0);
+    const int item = __shfl_sync(~0u, next, 0);
     if (item >= items) break;
-    const DenseItem what(item, params.block_count, params.heads,
-                         params.section_heads);
+    if (lane == 0) next = atomicAdd(params.next_item, 1);
+    const DenseItem what(item, params.block_count, params.heads / together,
+                         params.section_heads / together);
     const WorkBlock block = params.blocks[what.block];
     for (int i = 0; i < block.parts; ++i) {
       const WorkPart part = params.parts[block.first_part + i];
       barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
       write_record(small.record[at.slot], part, params.lines, block.tiles,
-                   what.head, 1, lane);
+                   what.head * together, together, lane,
+                   Plan::kQueries / together);
       barrier_arrive(shared_address(&small.record_ready[at.slot]));
       at.advance();
     }

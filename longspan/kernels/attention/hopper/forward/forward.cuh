@@ -60,6 +60,7 @@ template <class Plan>
 __device__ __forceinline__ void attend(const DenseForwardParams& params,
                                        typename Plan::Small& small, int group) {
   const int lane = threadIdx.x % 32;
+  constexpr bool kTurns = !Plan::kNarrow;
   const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
@@ -73,12 +74,12 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
   RunningSoftmax softmax;
-  if (group == 1) announce(kTurn0, 256);
+  if (kTurns && group == 1) announce(kTurn0, 256);
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) return;
-    const AnswerPlace place(small.record[at.slot]);
+    const AnswerPlace<Plan::kNarrow> place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
     int last = small.record[at.slot].last_column;
     begin_sums(params, place, query, 0, softmax, out, lane);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
                      key_at.round);
         barrier_wait(shared_address(&small.value_ready[value_at.slot]),
                      value_at.round);
-        meet(kTurn0 + group, 256);
+        if (kTurns) meet(kTurn0 + group, 256);
         wgmma_fence();
         issue_scores<Plan>(
             score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
@@ -121,7 +122,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         issue_values<Plan>(out, weight,
                            values + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
-        announce(kTurn1 - group, 256);
+        if (kTurns) announce(kTurn1 - group, 256);
         wgmma_wait<1>();
         pin(score);
         arrive(small.key_free[key_at.slot]);
@@ -156,7 +157,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
 }
 
 template <class Plan>
-__global__ void __launch_bounds__(Plan::kThreads, 1)
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     dense_forward_kernel(const __grid_constant__ DenseForwardParams params) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& small = *reinterpret_cast<typename Plan::Small*>(memory + Plan::kSmall);
@@ -184,11 +185,12 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   }
   __syncthreads();
   const int group = threadIdx.x / 128;
-  if (group == 2) {
+  if (group == Plan::kWarpgroups) {
     give_registers<Plan::kProducerRegisters>();
     const int warp = threadIdx.x % 128 / 32;
     if (warp == 0) {
-      deal<Plan>(params, small, threadIdx.x % 32);
+      deal<Plan>(params, small, threadIdx.x % 32,
+                 Plan::kNarrow ? params.packed_heads : 1);
     } else if (warp == 1 && threadIdx.x % 32 == 0) {
       fetch<Plan>(params, small, base);
     }
@@ -202,10 +204,16 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 template <class Plan>
 cudaError_t launch_dense_forward(const DenseForwardParams& params,
                                  int processors, cudaStream_t stream) {
-  const int64_t items = int64_t{params.block_count} * params.heads;
-  return ampere::launch(dense_forward_kernel<Plan>,
-                        std::min<int64_t>(items, processors), Plan::kThreads,
-                        Plan::kSharedBytes, stream, params);
+  const int64_t items =
+      int64_t{params.block_count} * (params.heads / params.packed_heads);
+  if (Plan::kBlocks > 1) {
+    const auto error = ampere::prefer_shared_memory(dense_forward_kernel<Plan>);
+    if (error != cudaSuccess) return error;
+  }
+  return ampere::launch(
+      dense_forward_kernel<Plan>,
+      std::min<int64_t>(items, int64_t{processors} * Plan::kBlocks),
+      Plan::kThreads, Plan::kSharedBytes, stream, params);
 }
 
 }  // namespace longspan::hopper

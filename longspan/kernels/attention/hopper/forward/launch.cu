@@ -1,4 +1,7 @@
+#include <bit>
+#include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "longspan/kernels/attention/hopper/attention.h"
 #include "longspan/kernels/attention/hopper/forward/plans.h"
@@ -31,30 +34,86 @@ std::optional<std::string> why_not_attention(const AttentionArgs& args) {
   return why_not_here();
 }
 
-WorkTable forward_work(const DenseForwardArgs& args) {
-  return with_dense_forward_plan(
-      args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
-        return work_table(args.lines, {.rows = args.rows,
-                                       .queries = args.queries,
-                                       .block_queries = Plan::kQueries,
-                                       .tile_keys = Plan::kKeys,
-                                       .every_query = !args.goes_on});
-      });
+namespace {
+
+/// Heads that a block of narrow plans takes: they share a key head in whole
+/// groups of that many. A power of two, so that a row's head is a shift away.
+int packed_heads(const AttentionArgs& args) {
+  int64_t heads = kMostPackedHeads;
+  for (const int64_t whole :
+       {args.heads, args.heads_per_key_head, args.head_offset}) {
+    heads = std::gcd(heads, whole);
+  }
+  return static_cast<int>(heads);
 }
 
-void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
+template <class Plan>
+void launch(const DenseForwardArgs& args, DenseForwardParams params,
+            const WorkTable& table, int packed, void* memory, cudaStream_t on) {
+  if (table.blocks.empty()) return;
+  tell_work(params, table, memory);
+  const int tokens = Plan::kQueries / packed;
+  params.packed_heads = packed;
+  params.token_bits = std::countr_zero(static_cast<unsigned>(tokens));
+  // Keys may be none, of queries that must still be told so.
+  const int64_t keys = std::max<int64_t>(args.keys, 1);
+  params.q = tensor_map(args.q, args.type, args.rows, args.queries, args.heads,
+                        args.head_dim, tokens, packed);
+  params.k = tensor_map(args.k, args.type, args.rows, keys, key_heads(args),
+                        args.head_dim, Plan::kKeys);
+  params.v = tensor_map(args.v, args.type, args.rows, keys, key_heads(args),
+                        args.value_dim, Plan::kValueKeys);
+  check_launch("attention",
+               launch_dense_forward<Plan>(params, processor_count(), on));
+}
+
+}  // namespace
+
+ForwardWork forward_work(const DenseForwardArgs& args) {
+  ForwardWork work;
+  LinesByWidth lines;
+  if (has_narrow_plan(args.head_dim, args.value_dim)) {
+    lines = lines_by_width(args.lines, args.narrow_keys);
+  } else {
+    lines.wide.assign(args.lines.begin(), args.lines.end());
+  }
+  WorkShape shape{.rows = args.rows, .queries = args.queries};
+  if (!lines.narrow.empty()) {
+    with_narrow_forward_plan(
+        args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+          work.packed_heads = packed_heads(args);
+          shape.block_queries = Plan::kQueries / work.packed_heads;
+          shape.tile_keys = Plan::kKeys;
+          // Those that see nothing are of the other table, if there is one.
+          shape.every_query = !args.goes_on && lines.wide.empty();
+          shape.elsewhere = lines.wide;
+          work.narrow = work_table(lines.narrow, shape);
+        });
+    if (lines.wide.empty()) return work;
+  }
+  with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+    shape.block_queries = Plan::kQueries;
+    shape.tile_keys = Plan::kKeys;
+    shape.every_query = !args.goes_on;
+    shape.elsewhere = lines.narrow;
+    work.wide = work_table(lines.wide, shape);
+  });
+  return work;
+}
+
+void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
                        void* memory, void* stream) {
-  if (args.heads == 0 || table.blocks.empty()) return;
+  if (args.heads == 0 ||
+      (work.narrow.blocks.empty() && work.wide.blocks.empty())) {
+    return;
+  }
   auto reason = why_not_attention(args);
   if (!reason && args.out_type == ElementType::bfloat16 &&
       (args.goes_on || !is_aligned(args.out))) {
     reason = "out is not aligned to 16 bytes, or bfloat16 and to be gone on";
   }
   if (reason) throw std::invalid_argument("attention: " + *reason);
-  auto* on = static_cast<cudaStream_t>(stream);
-  check_launch("attention", upload(table.image(), memory, on));
   DenseForwardParams params{};
-  tell_work(params, table, memory);
   params.heads = static_cast<int>(args.heads);
   params.section_heads =
       static_cast<int>(std::min(args.heads, args.heads_per_key_head));
@@ -74,18 +133,19 @@ void attention_forward(const DenseForwardArgs& args, const WorkTable& table,
   params.lse_head = args.lse.head_stride;
   params.out_is_float = args.out_type == ElementType::float32;
   params.goes_on = args.goes_on;
+  auto* on = static_cast<cudaStream_t>(stream);
+  std::vector<std::byte> image = work.wide.image();
+  const auto narrow = work.narrow.image();
+  image.insert(image.end(), narrow.begin(), narrow.end());
+  check_launch("attention", upload(image, memory, on));
   with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
-    // Keys may be none, of queries that must still be told so.
-    const int64_t keys = std::max<int64_t>(args.keys, 1);
-    params.q = tensor_map(args.q, args.type, args.rows, args.queries,
-                          args.heads, args.head_dim, Plan::kQueries);
-    params.k = tensor_map(args.k, args.type, args.rows, keys, key_heads(args),
-                          args.head_dim, Plan::kKeys);
-    params.v = tensor_map(args.v, args.type, args.rows, keys, key_heads(args),
-                          args.value_dim, Plan::kValueKeys);
-    check_launch("attention",
-                 launch_dense_forward<Plan>(params, processor_count(), on));
+    launch<Plan>(args, params, work.wide, 1, memory, on);
   });
+  with_narrow_forward_plan(
+      args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+        launch<Plan>(args, params, work.narrow, work.packed_heads,
+                     static_cast<std::byte*>(memory) + work.wide.bytes(), on);
+      });
 }
 
 }  // namespace longspan::hopper

@@ -353,7 +353,7 @@ struct WidestWorker {
       const auto& record = look();
       const int tiles = record.tiles;
       if (tiles < 0) return;
-      const AnswerPlace place(record);
+      const AnswerPlace<false> place(record);
       begin_sums(params, place, query, channel, softmax, out, lane);
       if (kGroup == 1) softmax.sum[0] = softmax.sum[1] = 0.f;
       if (tiles > 0) {
