@@ -48,8 +48,9 @@ struct KeysSmall {
   uint64_t query_ready[kStages], query_free[kStages];
   uint64_t dout_ready[kStages], dout_free[kStages];
   uint64_t record_ready[kRecords], record_free[kRecords];
+  uint64_t sums_ready, sums_free;  // dq of a tile
   // Of the queries of a tile: lse in powers of two, infinite for those that are
-  // not there or saw nothing; and delta.
+  // not there or saw nothing; and delta, times the scale where slopes have it.
   float lse[kStages][kQueries], delta[kStages][kQueries];
   WorkRecord record[kRecords];
 };
@@ -88,15 +89,14 @@ struct DenseKeysPlan {
   static constexpr uint32_t kValue = kKey + kKeyBytes;
   static constexpr uint32_t kQuery = kValue + kValueBytes;
   static constexpr uint32_t kDout = kQuery + kStages * kQueryBytes;
-  // Derivatives of scores, of two tiles; dq of a warp, in boxes of 16 queries x
-  // 32 channels.
+  // Derivatives of scores, of two tiles; dq of one, in boxes of 32 channels.
   static constexpr uint32_t kSlopeBytes = 64 * 128;  // of a warpgroup
   static constexpr uint32_t kSlopes = kDout + kStages * kDoutBytes;
-  static constexpr int kBoxQueries = 16, kBoxes = kHeadDim / 2 / 32;
-  static constexpr uint32_t kBoxBytes = kBoxQueries * 128;
+  static constexpr int kBoxes = kHeadDim / 32;
+  static constexpr uint32_t kBoxBytes = kQueries * 128;
   static constexpr uint32_t kSums = kSlopes + 2 * 2 * kSlopeBytes;
   static constexpr uint32_t kSmall =
-      kWithQueries ? kSums + kConsumerWarps * kBoxes * kBoxBytes : kSlopes;
+      kWithQueries ? kSums + kBoxes * kBoxBytes : kSlopes;
   static constexpr int kRecords = 4;
 
   using Small = KeysSmall<kStages, kRecords, kQueries>;

@@ -155,7 +155,8 @@ __device__ void fetch_numbers(const DenseKeysParams& params,
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         small.lse[stage.slot][lane + 32 * i] = found[i][0];
-        small.delta[stage.slot][lane + 32 * i] = found[i][1];
+        small.delta[stage.slot][lane + 32 * i] =
+            Plan::kWithQueries ? params.scale * found[i][1] : found[i][1];
       }
       barrier_arrive(shared_address(&ready[stage.slot]));
       stage.advance();
@@ -167,6 +168,36 @@ __device__ void fetch_numbers(const DenseKeysParams& params,
     if (lane == 0) barrier_arrive(shared_address(&small.record_free[at.slot]));
     at.advance();
   }
+}
+
+/// One thread: has the copy engine add dq of a tile, which all warps wrote
+/// down. Queries past the part get zeros from these keys.
+template <class Plan>
+__device__ void add_queries(const DenseKeysParams& params,
+                            typename Plan::Small& small, uint32_t base) {
+  RingPlace<Plan::kRecords> at;
+  uint32_t round = 0;
+  prefetch_map(&params.dq);
+  for (;;) {
+    barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+    const auto& record = small.record[at.slot];
+    if (record.tiles < 0) break;
+    for (int tile = last_tile(record, Plan::kQueries);
+         tile >= record.first_column; tile -= Plan::kQueries) {
+      barrier_wait(shared_address(&small.sums_ready), round);
+      round ^= 1;
+      for (int c = 0; c < Plan::kBoxes; ++c) {
+        add_box(&params.dq, base + Plan::kSums + c * Plan::kBoxBytes, 32 * c,
+                tile, record.head, record.row);
+      }
+      boxes_commit();
+      boxes_wait_read();
+      barrier_arrive(shared_address(&small.sums_free));
+    }
+    barrier_arrive(shared_address(&small.record_free[at.slot]));
+    at.advance();
+  }
+  boxes_wait();
 }
 
 }  // namespace longspan::hopper

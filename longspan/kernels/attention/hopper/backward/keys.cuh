@@ -48,9 +48,9 @@ __device__ __forceinline__ void issue_query_sums(
   }
 }
 
-/// A warp's 16 rows of sums, as boxes in shared memory. Lanes of odd rows store
+/// A warp's 16 rows of sums, in boxes of shared memory. Lanes of odd rows store
 /// the right half of a box first: so no two rows of a store share banks.
-template <int kCount>
+template <uint32_t kBoxBytes, int kCount>
 __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
                                             float scale, uint32_t at,
                                             int lane) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t to = (place ^ static_cast<uint32_t>((j & 3) << 5)) +
-                          static_cast<uint32_t>((j / 4) * 2048 + i * 1024);
+                          (j / 4) * kBoxBytes + i * 1024;
       const float x = odd ? sums[4 * other + 2 * i] : sums[4 * j + 2 * i];
       const float y =
           odd ? sums[4 * other + 2 * i + 1] : sums[4 * j + 2 * i + 1];
@@ -89,9 +89,9 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
   };
   const uint32_t my_key = kSharedBase + Plan::kKey + group * 64 * 128;
   const uint32_t my_value = kSharedBase + Plan::kValue + group * 64 * 128;
-  const int box = 4 * group + warp;
-  const uint32_t my_sums =
-      kSharedBase + Plan::kSums + box * Plan::kBoxes * Plan::kBoxBytes;
+  const uint32_t my_sums = kSharedBase + Plan::kSums +
+                           group * Plan::kBoxes / 2 * Plan::kBoxBytes +
+                           warp * 16 * 128;
   // Half of the channels are whole blocks, or half of the only one.
   const uint32_t my_channels =
       kSharedBase + Plan::kKey +
@@ -99,10 +99,12 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
                                      : 64);
   RingPlace<Plan::kRecords> at;
   RingPlace<Plan::kStages> stage;
-  uint32_t keys_round = 0, turn = 0;
+  uint32_t keys_round = 0, turn = 0, sums_round = 0;
   float dk[Plan::kHeadDim / 2], dv[Plan::kValueDim / 2];
   float pair[32], slope[32];
   uint32_t weight[4][4];
+  // Slopes have the scale where two derivatives are made of them.
+  const float times = Plan::kWithQueries ? params.scale : 1.f;
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
@@ -182,7 +184,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float& x = slope[4 * j + i];
-            x = pair[4 * j + i] * (x - (i & 1 ? mean.y : mean.x));
+            x = pair[4 * j + i] * fmaf(x, times, -(i & 1 ? mean.y : mean.x));
           }
         }
       } else {
@@ -214,7 +216,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
                 exp2_fast(fmaf(score, unit, -(i & 1 ? sum.y : sum.x)));
             // A hidden score is infinite, and its bend too.
             const float bent = fmaxf(fmaf(-score, score, 1.f), 0.f);
-            x = p * bent * (x - (i & 1 ? mean.y : mean.x));
+            x = p * bent * fmaf(x, times, -(i & 1 ? mean.y : mean.x));
           }
         }
       }
@@ -238,22 +240,12 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         pin(dv);
         pin(dq);
         arrive(small.dout_free[stage.slot]);
-        if (lane == 0) boxes_wait_read();
-        __syncwarp();
-        write_boxes(dq, params.scale, my_sums, lane);
+        barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
+        sums_round ^= 1;
+        write_boxes<Plan::kBoxBytes>(dq, 1.f, my_sums, lane);
         fence_for_wgmma();
         __syncwarp();
-        if (lane == 0) {
-          // Queries past the part get zeros from these keys.
-          const WorkRecord& record = small.record[at.slot];
-#pragma unroll
-          for (int c = 0; c < Plan::kBoxes; ++c) {
-            add_box(&params.dq, my_sums + c * Plan::kBoxBytes,
-                    32 * (Plan::kBoxes * group + c), tile + 16 * warp,
-                    record.head + head, record.row);
-          }
-          boxes_commit();
-        }
+        arrive(small.sums_ready);
         wgmma_wait<0>();
         pin(dk);
         arrive(small.query_free[stage.slot]);
@@ -288,12 +280,12 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     if (record.tiles > 0) arrive(small.keys_free);
     const int key_head =
         (record.head + params.head_offset) / params.heads_per_key_head;
-    store_sums(dk, params.scale, params.dk, record, key_head, key, lane);
+    store_sums(dk, Plan::kWithQueries ? 1.f : params.scale, params.dk, record,
+               key_head, key, lane);
     store_sums(dv, 1.f, params.dv, record, key_head, key, lane);
     arrive(small.record_free[at.slot]);
     at.advance();
   }
-  if (Plan::kWithQueries && lane == 0) boxes_wait();
 }
 
 template <class Plan>
@@ -317,8 +309,11 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     }
     for (int i = 0; i < Plan::kRecords; ++i) {
       init(small.record_ready[i], 32);
-      init(small.record_free[i], Plan::kConsumerWarps + 2);
+      init(small.record_free[i],
+           Plan::kConsumerWarps + (Plan::kWithQueries ? 3 : 2));
     }
+    init(small.sums_ready, Plan::kConsumerWarps);
+    init(small.sums_free, 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -333,6 +328,10 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
                           threadIdx.x % 32);
     } else if (warp == 2 && threadIdx.x % 32 == 0) {
       fetch_queries<Plan>(params, small, base);
+    } else if (Plan::kWithQueries && warp == 3 && threadIdx.x % 32 == 0) {
+      if constexpr (Plan::kWithQueries) {
+        add_queries<Plan>(params, small, base);
+      }
     }
   } else {
     take_registers<240>();

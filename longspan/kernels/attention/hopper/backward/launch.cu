@@ -65,7 +65,7 @@ DenseKeysParams keys_params(const DenseBackwardArgs& args,
   if constexpr (Plan::kWithQueries) {
     params.dq =
         tensor_map(args.dq, ElementType::float32, args.rows, args.queries,
-                   args.heads, args.head_dim, Plan::kBoxQueries);
+                   args.heads, args.head_dim, Plan::kQueries);
   }
   params.dk = place_of(args.dk, args.head_dim, args.dk_type, args.dk_adds);
   params.dv = place_of(args.dv, args.value_dim, args.dk_type, args.dk_adds);
