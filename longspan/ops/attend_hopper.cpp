@@ -97,19 +97,25 @@ void attend_tiles_backward_hopper(const AttentionInputs& inputs,
   PartialAttention dq = args.in_any_order
                             ? PartialAttention{gradients.dq.sums().out, {}}
                             : gradients.dq.room(in.q.scalar_type());
-  PartialAttention dk = gradients.dk.room(in.k.scalar_type());
-  PartialAttention dv = gradients.dv.room(in.v.scalar_type());
   args.dq = array_of<void*>(dq.out);
   args.dq_type = *element_type(dq.out.scalar_type());
   args.dq_adds = args.in_any_order;
+  const hopper::BackwardWork work = hopper::backward_work(args);
+  args.dk_adds = work.apart > 0;
+  const auto place = [&](Accumulator& sum, const at::Tensor& like) {
+    return args.dk_adds ? PartialAttention{sum.sums().out, {}}
+                        : sum.room(like.scalar_type());
+  };
+  PartialAttention dk = place(gradients.dk, in.k);
+  PartialAttention dv = place(gradients.dv, in.v);
   args.dk = array_of<void*>(dk.out);
   args.dv = array_of<void*>(dv.out);
   args.dk_type = *element_type(dk.out.scalar_type());
-  const hopper::BackwardWork work = hopper::backward_work(args);
   const at::Tensor memory = memory_for(work, in.q);
   hopper::attention_backward(args, work, memory.mutable_data_ptr(),
                              current_stream(in.q));
   if (!args.in_any_order) gradients.dq.add(std::move(dq));
+  if (args.dk_adds) return;
   gradients.dk.add(std::move(dk));
   gradients.dv.add(std::move(dv));
 }

@@ -80,7 +80,14 @@ void backward(const CaseInputs& inputs, AttentionArrays& arrays, Order order) {
   ASSERT_EQ(hopper::why_not_attention_backward(args), std::nullopt);
   args.in_any_order = order == Order::any && hopper::has_any_order(args);
   args.dq_adds = args.in_any_order;
+  // Some blocks head by head, some not.
+  args.tiles_apart = 3;
   const hopper::BackwardWork work = hopper::backward_work(args);
+  args.dk_adds = work.apart > 0;
+  if (args.dk_adds) {
+    arrays.dk.fill(0);
+    arrays.dv.fill(0);
+  }
   TableMemory memory(work.bytes());
   hopper::attention_backward(args, work, memory.data(), nullptr);
 }

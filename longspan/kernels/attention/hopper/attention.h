@@ -30,8 +30,8 @@ struct DenseForwardArgs : AttentionForwardArgs {
   bool goes_on = false;
   const float* sink = nullptr;  // [heads]; it is part of out, not of lse
   /// Documents whose queries see at most so many keys are for a kernel of
-  /// their own, up to 128 channels: predicted to gain up to about 512.
-  int64_t narrow_keys = 256;
+  /// their own, up to 128 channels. Unset: where it was measured to be faster.
+  std::optional<int64_t> narrow_keys;
 };
 
 /// The blocks of queries for such a call: of documents whose queries see few
@@ -61,6 +61,10 @@ struct DenseBackwardArgs : AttentionBackwardArgs {
   /// Whether dq may be added up in the order in which blocks of keys finish,
   /// other bits in every run: faster. dq_adds then, to floats.
   bool in_any_order = false;
+  /// Blocks of keys that see at least so many tiles of 64 queries are dealt head
+  /// by head where dq comes in any order and heads share keys: dk and dv then
+  /// come in any order too. What that adds up costs 2 tiles of work.
+  int tiles_apart = 32;
 };
 
 /// Whether there is that faster way.
@@ -70,6 +74,9 @@ bool has_any_order(const AttentionArgs& args);
 struct BackwardWork {
   KeyWorkTable keys;
   WorkTable queries;
+  /// How many of the first blocks of keys are dealt head by head. If any, dk and
+  /// dv must be added to (dk_adds).
+  int apart = 0;
   std::size_t bytes() const { return keys.bytes() + queries.bytes(); }
 };
 BackwardWork backward_work(const DenseBackwardArgs& args);

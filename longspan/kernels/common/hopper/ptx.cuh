@@ -134,6 +134,12 @@ __device__ __forceinline__ void store_if(bool does, float* to, float x,
       : "memory");
 }
 
+/// Adds to floats in device memory, in any order with others that do.
+__device__ __forceinline__ void add_to(float* to, float a, float b) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b)
+               : "memory");
+}
+
 __device__ __forceinline__ void add_to(float* to, float a, float b, float c,
                                        float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),

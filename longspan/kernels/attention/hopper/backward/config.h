@@ -16,7 +16,8 @@ struct GradientPlace {
   int64_t row, token, head;
   int channels;
   bool is_float;
-  bool adds;  // to the floats that are there
+  bool adds;       // to the floats that are there
+  bool is_shared;  // others add to them at the same time
 };
 
 /// A number for each query and head.
@@ -34,11 +35,16 @@ struct DenseKeysParams {
   const WorkPart* parts;
   const WorkKeyLine* lines;
   int block_count, queries, heads, key_heads;
+  int apart;  // so many of the first blocks are dealt head by head
   int heads_per_key_head, head_offset;
   float scale;    // of a product, natural
   float softcap;  // 0: none
   QueryNumbers lse, delta;
   GradientPlace dk, dv;
+
+  __host__ __device__ int items() const {
+    return apart * heads + (block_count - apart) * key_heads;
+  }
 };
 
 /// What the kernels that make dk and dv keep beside their tiles.
@@ -68,8 +74,12 @@ struct KeysSmall {
 /// shared memory, each warpgroup makes half of the channels, and the copy
 /// engine adds them to device memory, in another order in every run. Heads then
 /// come one after another: many blocks that add to the same queries at once
-/// would wait for one another. Without, a kernel of its own makes dq and scores
-/// once more: seven products in place of five, and the same bits every time.
+/// would wait for one another. Blocks that see many queries are dealt head by
+/// head, all of them before the next one: those of a few heads at a time are
+/// what L2 holds, q, dout and dq of 16384 tokens and 128 channels being 16 MiB.
+/// Their dk and dv are then added up in memory too. Without, a kernel of its
+/// own makes dq and scores once more: seven products in place of five, and the
+/// same bits every time.
 template <int kHeadDim_, int kValueDim_, bool kSoftcap_, bool kWithQueries_>
 struct DenseKeysPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;

@@ -16,19 +16,39 @@ struct SharingHeads {
   }
 };
 
+/// Which block of keys an item is, and for which heads.
+struct KeysItem {
+  int block;
+  SharingHeads heads;
+  __device__ KeysItem(const DenseKeysParams& params, int item)
+      : block(0), heads(params, 0) {
+    const int alone = params.apart * params.heads;
+    if (item < alone) {
+      block = item % params.apart;
+      heads.first = item / params.apart;
+      heads.last = heads.first + 1;
+      return;
+    }
+    const int others = params.block_count - params.apart;
+    block = params.apart + (item - alone) % others;
+    heads = SharingHeads(params, (item - alone) / others);
+  }
+};
+
 /// One warp: takes items until there are no more, and writes their parts down.
 template <class Plan>
 __device__ void deal_keys(const DenseKeysParams& params,
                           typename Plan::Small& small, int lane) {
   RingPlace<Plan::kRecords> at;
-  const int items = params.block_count * params.key_heads;
+  const int items = params.items();
   for (;;) {
     int item = 0;
     if (lane == 0) item = atomicAdd(params.next_item, 1);
     item = __shfl_sync(~0u, item, 0);
     if (item >= items) break;
-    const WorkBlock block = params.blocks[item % params.block_count];
-    const SharingHeads heads(params, item / params.block_count);
+    const KeysItem what(params, item);
+    const WorkBlock block = params.blocks[what.block];
+    const SharingHeads heads = what.heads;
     const int count = heads.last - heads.first;
     const int together = Plan::kWithQueries && block.tiles > 0 ? 1 : count;
     for (int head = heads.first; head < heads.last; head += together) {

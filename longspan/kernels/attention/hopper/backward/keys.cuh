@@ -343,9 +343,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 template <class Plan>
 cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
                               cudaStream_t stream) {
-  const int64_t items = int64_t{params.block_count} * params.key_heads;
   return ampere::launch(dense_keys_kernel<Plan>,
-                        std::min<int64_t>(items, processors), Plan::kThreads,
+                        std::min(params.items(), processors), Plan::kThreads,
                         Plan::kSharedBytes, stream, params);
 }
 

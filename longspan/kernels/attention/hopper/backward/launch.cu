@@ -17,7 +17,8 @@ GradientPlace place_of(const TokenArray<void*>& array, int channels,
           array.head_stride,
           channels,
           type == ElementType::float32,
-          adds};
+          adds,
+          false};
 }
 
 QueryNumbers numbers_of(const TokenArray<const void*>& array) {
@@ -54,11 +55,12 @@ void tell(Params& params, const DenseBackwardArgs& args) {
 /// table counts in a place of its own.
 template <class Plan>
 DenseKeysParams keys_params(const DenseBackwardArgs& args,
-                            const KeyWorkTable& table, void* memory,
+                            const BackwardWork& work, void* memory,
                             int counter) {
   DenseKeysParams params{};
-  tell_work(params, table, memory);
+  tell_work(params, work.keys, memory);
   params.next_item += counter;
+  params.apart = work.apart;
   tell<Plan>(params, args);
   params.queries = static_cast<int>(args.queries);
   params.key_heads = static_cast<int>(key_heads(args));
@@ -69,6 +71,7 @@ DenseKeysParams keys_params(const DenseBackwardArgs& args,
   }
   params.dk = place_of(args.dk, args.head_dim, args.dk_type, args.dk_adds);
   params.dv = place_of(args.dv, args.value_dim, args.dk_type, args.dk_adds);
+  params.dk.is_shared = params.dv.is_shared = work.apart > 0;
   return params;
 }
 
@@ -85,14 +88,14 @@ DenseQueriesParams queries_params(const DenseBackwardArgs& args,
 }
 
 template <int kDim, bool kSoftcap>
-void make_keys(const DenseBackwardArgs& args, const KeyWorkTable& table,
+void make_keys(const DenseBackwardArgs& args, const BackwardWork& work,
                void* memory, cudaStream_t stream) {
   const int processors = processor_count();
   const auto check = [](cudaError_t error) {
     check_launch("attention backward", error);
   };
   const auto told = [&]<class Plan>(Plan, int counter = 0) {
-    return keys_params<Plan>(args, table, memory, counter);
+    return keys_params<Plan>(args, work, memory, counter);
   };
   if constexpr (kDim > 256) {
     using Keys = WidestPlan<Derivative::of_keys, kSoftcap>;
@@ -173,6 +176,18 @@ BackwardWork backward_work(const DenseBackwardArgs& args) {
                               DenseQueriesPlan<kDim, kDim, kSoftcap>());
                        }
                      });
+  const bool shares_keys = args.heads_per_key_head > 1 && args.heads > 1;
+  if (args.in_any_order && shares_keys && args.head_dim > 64) {
+    auto& blocks = work.keys.blocks;
+    const auto few = std::ranges::find_if(blocks, [&](const WorkBlock& block) {
+      return block.tiles < args.tiles_apart;
+    });
+    work.apart = static_cast<int>(few - blocks.begin());
+    // What is added to needs nobody to say that there is nothing to add.
+    if (work.apart > 0) {
+      std::erase_if(blocks, [](const WorkBlock& b) { return b.tiles == 0; });
+    }
+  }
   return work;
 }
 
@@ -193,6 +208,9 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
        !has_any_order(args))) {
     reason = "dq in any order is added to floats, of up to 128 channels";
   }
+  if (!reason && work.apart > 0 && !args.dk_adds) {
+    reason = "dk and dv of blocks that are dealt head by head are added to";
+  }
   if (reason) throw std::invalid_argument("attention backward: " + *reason);
   auto* on = static_cast<cudaStream_t>(stream);
   std::vector<std::byte> image = work.keys.image();
@@ -203,7 +221,7 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
   if (!work.keys.blocks.empty()) {
     with_backward_dims(args.head_dim, args.value_dim, softcap,
                        [&]<int kDim, bool kSoftcap>() {
-                         make_keys<kDim, kSoftcap>(args, work.keys, memory, on);
+                         make_keys<kDim, kSoftcap>(args, work, memory, on);
                        });
   }
   if (work.queries.blocks.empty()) return;

@@ -31,9 +31,14 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kCount],
         if (!there[i]) continue;
         auto* to = reinterpret_cast<float2*>(static_cast<float*>(place.data) +
                                              at[i] + column);
+        const float2 sum = make_float2(sums[4 * j + 2 * i] * scale,
+                                       sums[4 * j + 2 * i + 1] * scale);
+        if (place.is_shared) {
+          add_to(&to->x, sum.x, sum.y);
+          continue;
+        }
         const float2 before = place.adds ? *to : make_float2(0.f, 0.f);
-        *to = make_float2(fmaf(sums[4 * j + 2 * i], scale, before.x),
-                          fmaf(sums[4 * j + 2 * i + 1], scale, before.y));
+        *to = make_float2(before.x + sum.x, before.y + sum.y);
       }
     }
     return;

@@ -73,7 +73,8 @@ ForwardWork forward_work(const DenseForwardArgs& args) {
   ForwardWork work;
   LinesByWidth lines;
   if (has_narrow_plan(args.head_dim, args.value_dim)) {
-    lines = lines_by_width(args.lines, args.narrow_keys);
+    lines = lines_by_width(
+        args.lines, args.narrow_keys.value_or(most_narrow_keys(args.head_dim)));
   } else {
     lines.wide.assign(args.lines.begin(), args.lines.end());
   }

@@ -50,6 +50,11 @@ inline void store_pair(uint32_t to, float x, float y) {
   machine::write_shared(to, pair, sizeof pair);
 }
 
+inline void add_to(float* to, float a, float b) {
+  to[0] += a;
+  to[1] += b;
+}
+
 template <int kRegisters>
 void take_registers() {}
 template <int kRegisters>
