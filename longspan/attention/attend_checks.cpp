@@ -24,8 +24,8 @@ void check_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     check(t.dim() == q.dim(), "attend: `", name, "` is ", describe(t),
           " but `q` ", describe(q), "; they have the same axes");
     check(t.scalar_type() == dtype && t.device() == q.device(), "attend: `",
-          name, "` is ", describe(t), " on ", t.device().str(), " but `q` ",
-          describe(q), " on ", q.device().str());
+          name, "` is ", describe(t), " on ", t.device(), " but `q` ",
+          describe(q), " on ", q.device());
     if (q.dim() == 4) {
       check(t.sym_size(0) == q.sym_size(0), "attend: `", name, "` is ",
             describe(t), " but `q` ", describe(q), "; the rows differ");
@@ -52,9 +52,9 @@ void check_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (sink) {
     check(sink->dim() == 1 && sink->sym_size(0) == q.sym_size(heads) &&
               sink->is_floating_point() && sink->device() == q.device(),
-          "attend: `sink` is ", describe(*sink), " on ", sink->device().str(),
+          "attend: `sink` is ", describe(*sink), " on ", sink->device(),
           "; expected one floating logit for each of the ", q.sym_size(heads),
-          " heads on ", q.device().str());
+          " heads on ", q.device());
   }
   check(std::isfinite(scale), "attend: scale is ", scale);
   check(std::isfinite(softcap) && softcap >= 0, "attend: softcap is ", softcap,

@@ -110,6 +110,7 @@ class KeyFlow {
   }
 
   void start_next() {
+    if (group_.size() == 1) return;  // nobody to send to
     const PlanStep& step = plan_.steps()[step_];
     // The first exchange may connect the ranks, so all of them take part.
     if (step_ > 0 && step.sends.empty() && step.arrivals.empty()) return;

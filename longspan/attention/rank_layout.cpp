@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <span>
 
 #include "longspan/comm/agree.h"
 #include "longspan/core/detail/check.h"
@@ -36,12 +37,12 @@ struct KeptLayout {
 
 class Cache {
  public:
-  std::shared_ptr<const RankLayout> find(const std::vector<int64_t>& code,
+  std::shared_ptr<const RankLayout> find(std::span<const int64_t> code,
                                          const Group& group) {
     const std::lock_guard lock(mutex_);
     const auto found = find_recent(entries_, [&](const KeptLayout& entry) {
       return entry.rank == group.rank() && entry.ranks == group.size() &&
-             entry.code == code;
+             std::ranges::equal(entry.code, code);
     });
     return found == entries_.end() ? nullptr : found->layout;
   }
@@ -77,13 +78,14 @@ std::shared_ptr<const RankLayout> RankLayout::of(const char* who,
                                                  const Group& group) {
   check(code.device().is_cpu() && code.dim() == 1 &&
             code.scalar_type() == at::kLong,
-        who, ": `layout` is ", describe(code), " on ", code.device().str(),
+        who, ": `layout` is ", describe(code), " on ", code.device(),
         "; expected the tensor of an AttentionLayout, int64 [n] on the CPU");
   const at::Tensor plain = code.contiguous();
   const int64_t* const numbers = plain.const_data_ptr<int64_t>();
-  const std::vector<int64_t> key(numbers, numbers + plain.numel());
+  const std::span given(numbers, static_cast<std::size_t>(plain.numel()));
   static Cache cache;
-  if (auto found = cache.find(key, group)) return found;
+  if (auto found = cache.find(given, group)) return found;
+  const std::vector<int64_t> key(given.begin(), given.end());
   AttentionLayout layout = AttentionLayout::decode(key);
   check(layout.ownership.ranks() == group.size(), who,
         ": the ownership is over ", layout.ownership.ranks(),

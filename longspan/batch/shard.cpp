@@ -145,8 +145,8 @@ at::Tensor unshard(const std::vector<at::Tensor>& shards, const Cut& cut,
     check(shard.size(axis) == held, "unshard: rank ", rank, " gave ",
           describe(shard), "; expected its ", held, " tokens at axis ", axis);
     check(are_alike(shard, shards[0], axis), "unshard: rank ", rank, " gave ",
-          describe(shard), " on ", shard.device().str(), " but rank 0 ",
-          describe(shards[0]), " on ", shards[0].device().str(),
+          describe(shard), " on ", shard.device(), " but rank 0 ",
+          describe(shards[0]), " on ", shards[0].device(),
           "; only their tokens may differ");
   }
   return unshard(shards.size() == 1 ? shards[0] : at::cat(shards, axis), cut,

@@ -41,7 +41,7 @@ class Table {
   Table(const char* name, const at::Tensor& table)
       : table_(table.contiguous()) {
     check(table.device().is_cpu(), kWho, ": `", name, "` is on ",
-          table.device().str(), "; it is plain numbers, keep it on the CPU");
+          table.device(), "; it is plain numbers, keep it on the CPU");
     rows_ = {reinterpret_cast<const Row*>(table_.const_data_ptr<int64_t>()),
              static_cast<std::size_t>(table_.size(0))};
   }

@@ -31,8 +31,8 @@ void check_parcels(const Group& group, const std::vector<Parcel>& parcels,
            " itself; copy what stays");
     refuse(tensor.is_contiguous(), "is not contiguous; take .contiguous()");
     if (!device) device = tensor.device();
-    refuse(tensor.device() == *device, "is on ", tensor.device().str(),
-           ", others on ", device->str(), "; keep them on one device");
+    refuse(tensor.device() == *device, "is on ", tensor.device(),
+           ", others on ", *device, "; keep them on one device");
   }
 }
 

@@ -40,8 +40,8 @@ class Rows {
               table.scalar_type() == at::kLong,
           who, ": `sends` is ", describe(table),
           "; expected int64 [n, 4] = (from, to, begin, length)");
-    check(table.device().is_cpu(), who, ": `sends` is on ",
-          table.device().str(), "; it is plain numbers, keep it on the CPU");
+    check(table.device().is_cpu(), who, ": `sends` is on ", table.device(),
+          "; it is plain numbers, keep it on the CPU");
     table_ = table.contiguous();
     static_assert(sizeof(Row) == 4 * sizeof(int64_t));
     view_ = {reinterpret_cast<const Row*>(table_.const_data_ptr<int64_t>()),

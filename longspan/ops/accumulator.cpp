@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <utility>
@@ -69,7 +70,9 @@ PartialAttention Accumulator::empty(at::ScalarType dtype) const {
     }
     auto heads_first = sizes.vec();
     std::swap(heads_first[1], heads_first[2]);
-    return at::empty(heads_first, options_.dtype(type)).transpose(1, 2);
+    auto strides = c10::contiguous_strides(heads_first);
+    std::swap(strides[1], strides[2]);
+    return at::empty_strided(sizes, strides, options_.dtype(type));
   };
   const auto sums = c10::typeMetaToScalarType(options_.dtype());
   PartialAttention made;

@@ -33,8 +33,8 @@ void check_dense(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     check(t.dim() == 4 && t.scalar_type() == q.scalar_type() &&
               t.device() == q.device() && t.sym_size(0) == q.sym_size(0) &&
               t.sym_size(1) == k.sym_size(1) && t.sym_size(2) == k.sym_size(2),
-          kWho, ": `", name, "` is ", describe(t), " on ", t.device().str(),
-          " but `q` ", describe(q), " on ", q.device().str(), " and `k` ",
+          kWho, ": `", name, "` is ", describe(t), " on ", t.device(),
+          " but `q` ", describe(q), " on ", q.device(), " and `k` ",
           describe(k));
   };
   check(k.dim() == 4, kWho, ": `k` is ", describe(k),
@@ -48,7 +48,7 @@ void check_dense(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (mask) {
     check((mask->is_floating_point() || mask->scalar_type() == at::kBool) &&
               mask->dim() <= 4 && mask->device() == q.device(),
-          kWho, ": `mask` is ", describe(*mask), " on ", mask->device().str(),
+          kWho, ": `mask` is ", describe(*mask), " on ", mask->device(),
           "; expected bool (true = may see) or floating (added to scores), "
           "broadcast to [B, H, T, Tk]");
     const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2),

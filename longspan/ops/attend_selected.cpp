@@ -82,7 +82,7 @@ std::string which_selected_kernel(const at::Tensor& q, const at::Tensor& kv,
     return describe_chosen_kernels(*element_type(q.scalar_type()));
   }
   check(q.is_cuda(), "which_selected_kernel: `q` is ", describe(q), " on ",
-        q.device().str(), "; there are kernels for the CPU and for CUDA");
+        q.device(), "; there are kernels for the CPU and for CUDA");
   return which_selected_kernel_cuda(
       SelectedInputs::of(q, kv, indices, {}, 1, value_dim), work);
 }

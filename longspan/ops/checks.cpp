@@ -26,11 +26,15 @@ std::string shape_of(const at::Tensor& tensor) {
   return text.str();
 }
 
-std::string describe(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "no tensor";
+Description::operator std::string() const {
+  if (!tensor_.defined()) return "no tensor";
   // The names that Python prints: Long is int64, Half is float16, ...
-  const auto names = c10::getDtypeNames(tensor.scalar_type());
-  return std::string(names.first) + " " + shape_of(tensor);
+  const auto names = c10::getDtypeNames(tensor_.scalar_type());
+  return std::string(names.first) + " " + shape_of(tensor_);
+}
+
+std::ostream& operator<<(std::ostream& to, const Description& text) {
+  return to << std::string(text);
 }
 
 void refuse_transforms(const char* who) {

@@ -3,12 +3,26 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
+#include <iosfwd>
 #include <string>
 
 namespace longspan {
 
-/// "int64 [2, 8]": what came, for messages.
-std::string describe(const at::Tensor& tensor);
+/// "int64 [2, 8]": what came, for messages. The text is made where it is
+/// printed: checks that hold, which is nearly all of them in every call, pay
+/// nothing for it. No longer than the tensor lives.
+class Description {
+ public:
+  explicit Description(const at::Tensor& tensor) : tensor_(tensor) {}
+  operator std::string() const;  // NOLINT: it is what the text is
+  friend std::ostream& operator<<(std::ostream& to, const Description& text);
+
+ private:
+  const at::Tensor& tensor_;
+};
+inline Description describe(const at::Tensor& tensor) {
+  return Description(tensor);
+}
 
 /// Integers, bool not among them.
 bool is_integral(const at::Tensor& tensor);

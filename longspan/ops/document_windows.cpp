@@ -34,7 +34,7 @@ std::tuple<at::Tensor, at::Tensor> windows(
   if (cu_padded) {
     check_offsets("cu_padded", *cu_padded);
     check(cu_padded->device() == cu.device(), kWho, ": `cu_padded` is on ",
-          cu_padded->device().str(), " but `cu` on ", cu.device().str());
+          cu_padded->device(), " but `cu` on ", cu.device());
   }
   check(tokens >= 0 && tokens < kNoMore, kWho, ": ", tokens,
         " tokens do not fit 32-bit windows");

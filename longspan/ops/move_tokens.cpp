@@ -36,8 +36,7 @@ class CheckedRuns {
  public:
   CheckedRuns(const at::Tensor& runs, int64_t source_tokens,
               int64_t target_tokens) {
-    check(runs.device().is_cpu(), "move_tokens: `runs` is on ",
-          runs.device().str(),
+    check(runs.device().is_cpu(), "move_tokens: `runs` is on ", runs.device(),
           "; they are plain numbers, keep them on the CPU");
     check(target_tokens >= 0, "move_tokens: ", target_tokens, " target tokens");
     table_ = runs.contiguous();

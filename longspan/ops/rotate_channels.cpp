@@ -19,9 +19,8 @@ void check_table(const char* name, const at::Tensor& table,
                  const at::Tensor& x) {
   check(table.is_floating_point() && table.dim() >= 1 &&
             table.dim() <= x.dim() && table.device() == x.device(),
-        kWho, ": `", name, "` is ", describe(table), " on ",
-        table.device().str(), " but `x` ", describe(x), " on ",
-        x.device().str(),
+        kWho, ": `", name, "` is ", describe(table), " on ", table.device(),
+        " but `x` ", describe(x), " on ", x.device(),
         "; expected [.., pairs] with axes that broadcast to those of x");
   for (int64_t axis = 2; axis <= table.dim(); ++axis) {
     check(table.sym_size(-axis) == 1 ||

@@ -82,7 +82,7 @@ std::string which_indexer_kernel(const at::Tensor& q, const at::Tensor& k,
   if (q.is_cpu()) {
     return describe_chosen_kernels(*element_type(q.scalar_type()));
   }
-  check(q.is_cuda(), who, ": `q` is ", describe(q), " on ", q.device().str(),
+  check(q.is_cuda(), who, ": `q` is ", describe(q), " on ", q.device(),
         "; there are kernels for the CPU and for CUDA");
   return which_indexer_kernel_cuda(IndexerInputs::of(q, k, weights), slots,
                                    work);

@@ -22,8 +22,8 @@ bool is_index(const at::Tensor& t) {
 
 void check_same_device(const char* who, const char* name, const at::Tensor& t,
                        const at::Tensor& q) {
-  check(t.device() == q.device(), who, ": `", name, "` is on ",
-        t.device().str(), " but `q` on ", q.device().str());
+  check(t.device() == q.device(), who, ": `", name, "` is on ", t.device(),
+        " but `q` on ", q.device());
 }
 
 void check_like(const char* who, const char* name, const at::Tensor& t,

@@ -17,9 +17,9 @@ void check_loss(const at::Tensor& scores, const at::Tensor& target) {
   check(target.scalar_type() == type &&
             target.sym_sizes() == scores.sym_sizes() &&
             target.device() == scores.device(),
-        "index_loss: `target` is ", describe(target), " on ",
-        target.device().str(), " but `scores` ", describe(scores), " on ",
-        scores.device().str(), "; they are alike");
+        "index_loss: `target` is ", describe(target), " on ", target.device(),
+        " but `scores` ", describe(scores), " on ", scores.device(),
+        "; they are alike");
 }
 
 /// Log of the softmax over the slots, 0 where one is empty.

@@ -74,7 +74,7 @@ void check_window(const char* who, const char* name, const at::Tensor& window,
       who, ": `", name, "` is ", describe(window), "; expected int32 ", queries,
       ", a border for each query");
   check(window.device() == device, who, ": `", name, "` is on ",
-        window.device().str(), " but the queries on ", device.str());
+        window.device(), " but the queries on ", device);
 }
 
 at::Tensor as_window(const at::Tensor& window, int64_t keys) {
