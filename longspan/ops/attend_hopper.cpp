@@ -26,8 +26,9 @@ std::optional<std::string> why_not(
     std::optional<std::string> (*ask)(const AttentionArgs& args),
     const AttentionInputs& inputs, std::span<const KeyLines> lines) {
   if (!inputs.q.is_cuda()) return "the tensors are not on CUDA";
-  if (inputs.q.scalar_type() != at::kBFloat16) {
-    return "elements are not bfloat16";
+  const at::ScalarType type = inputs.q.scalar_type();
+  if (type != at::kBFloat16 && type != at::kHalf) {
+    return "elements are neither bfloat16 nor float16";
   }
   const c10::OptionalDeviceGuard guard(inputs.q.device());
   const AttentionInputs in = aligned(inputs);

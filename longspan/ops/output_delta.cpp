@@ -16,7 +16,8 @@ namespace {
 at::Tensor by_kernel(const at::Tensor& out, const at::Tensor& dout) {
   at::Tensor delta = at::empty(out.sizes().slice(0, 3), sums_like(out));
   const at::Tensor a = with_aligned_rows(out), b = with_aligned_rows(dout);
-  hopper::output_delta({.rows = out.size(0),
+  hopper::output_delta({.type = *element_type(out.scalar_type()),
+                        .rows = out.size(0),
                         .queries = out.size(1),
                         .heads = out.size(2),
                         .value_dim = static_cast<int>(out.size(3)),
@@ -34,8 +35,9 @@ at::Tensor output_delta(const at::Tensor& out, const at::Tensor& dout,
   const c10::OptionalDeviceGuard guard(out.device());
   constexpr int kHopper = 90;
   const auto sums = accumulation_type(out.scalar_type());
-  const bool has_kernel = out.is_cuda() && out.scalar_type() == at::kBFloat16 &&
-                          dout.scalar_type() == at::kBFloat16 &&
+  const at::ScalarType type = out.scalar_type();
+  const bool has_kernel = out.is_cuda() && dout.scalar_type() == type &&
+                          (type == at::kBFloat16 || type == at::kHalf) &&
                           out.size(-1) % 8 == 0 &&
                           device_generation() == kHopper;
   at::Tensor delta = has_kernel ? by_kernel(out, dout)

@@ -47,12 +47,12 @@ LARGE = [
          heads=2, key_heads=2, dim=64, value_dim=64),
 ]  # fmt: skip
 
-#: Types, and for bfloat16 the kernels that are asked first.
+#: Types, and for those of 16 bits the kernels that are asked first.
 WAYS = [
     *(pytest.param(dtype, "", id=str(dtype).removeprefix("torch."))
-      for dtype in (torch.float64, torch.float32, torch.float16)),
-    *(pytest.param(torch.bfloat16, first, id=f"bfloat16-{first}")
-      for first in ("hopper", "cudnn", "blocked")),
+      for dtype in (torch.float64, torch.float32)),
+    *(pytest.param(dtype, first, id=f"{str(dtype).removeprefix('torch.')}-{first}")
+      for dtype in (torch.float16, torch.bfloat16) for first in ("hopper", "cudnn", "blocked")),
 ]  # fmt: skip
 
 
@@ -146,13 +146,14 @@ def which(
 
 @needs_hopper
 def test_our_kernel_runs_where_it_can() -> None:
-    for dims in ((64, 64), (8, 8), (72, 40), (96, 96), (192, 128), (512, 512)):
-        assert which(torch.bfloat16, *dims) == "hopper"
+    for dtype in (torch.bfloat16, torch.float16):
+        for dims in ((64, 64), (8, 8), (72, 40), (96, 96), (192, 128), (512, 512)):
+            assert which(dtype, *dims) == "hopper"
     documents = Mask.causal(Packing.of([5, 1, 26]))
     for mask in (documents, Mask.sliding(Packing.single(32), 3), documents.with_hidden([(2, 3)])):
         assert which(torch.bfloat16, mask=mask) == "hopper"
     assert which(torch.bfloat16, softcap=3.0) == "hopper"
-    for dtype in (torch.float16, torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64):
         assert "hopper" not in which(dtype).split(",")[0]
     assert "hopper" not in which(torch.bfloat16, 12, 12).split(",")[0]
 
@@ -249,7 +250,10 @@ def answer_on_cuda(
 @pytest.mark.parametrize(
     ("dtype", "first"),
     [
-        pytest.param(torch.float16, "cudnn", id="float16-cudnn"),
+        *(
+            pytest.param(torch.float16, first, id=f"float16-{first}")
+            for first in ("hopper", "cudnn")
+        ),
         *(
             pytest.param(torch.bfloat16, first, id=f"bfloat16-{first}")
             for first in ("hopper", "cudnn", "flash")

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -50,6 +51,17 @@ inline double nearest_bfloat16(double value) {
   if (!std::isfinite(value)) return value;
   const auto bits = std::bit_cast<uint32_t>(static_cast<float>(value));
   return std::bit_cast<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+
+/// To the nearest float16, ties to even; infinite beyond the largest.
+inline double nearest_float16(double value) {
+  if (!std::isfinite(value)) return value;
+  const double size = std::abs(value);
+  if (size >= 65520) return std::copysign(INFINITY, value);
+  int exponent;
+  std::frexp(size, &exponent);
+  const double step = std::ldexp(1, std::max(exponent, -13) - 11);
+  return std::copysign(std::nearbyint(size / step) * step, value);
 }
 
 /// The value that an array of this type holds for `value`; rounded to zero.
@@ -117,6 +129,7 @@ class Array {
     return result;
   }
   const std::vector<std::byte>& bytes() const { return bytes_; }
+  ElementType type() const { return type_; }
 
   /// Whether the gaps are as they were.
   bool gaps_kept() const {

@@ -105,7 +105,7 @@ inline Answer sizes_of(const CaseInputs& inputs, const Answer& exact) {
 }
 
 /// What a kernel multiplies values, queries and keys with.
-enum class Weights { accumulated, bfloat16 };
+enum class Weights { accumulated, bfloat16, float16 };
 
 inline Weights weights_of(const AttentionKernels& kernels, ElementType type) {
   const bool pairs = kernels.name == "avx512_bf16" || kernels.name == "amx";
@@ -124,13 +124,17 @@ inline Answer tolerances_of(const CaseInputs& inputs, const Answer& exact,
   CaseInputs rounded = inputs;
   if (weights == Weights::bfloat16) {
     rounded.problem.rounding = nearest_bfloat16;
+  } else if (weights == Weights::float16) {
+    rounded.problem.rounding = nearest_float16;
   }
   const Answer plain = in_double ? exact : slow_answer<float>(rounded);
   const Answer sizes = sizes_of(inputs, exact);
   for (auto part : kParts) {
     const double top = (sizes.*part)[0];
-    const bool rounds = weights == Weights::bfloat16 && part != &Answer::lse;
-    const double bit = rounds ? 0x1p-10 : std::numeric_limits<float>::epsilon();
+    const bool rounds = weights != Weights::accumulated && part != &Answer::lse;
+    const double bit = !rounds ? std::numeric_limits<float>::epsilon()
+                       : weights == Weights::bfloat16 ? 0x1p-10
+                                                      : 0x1p-13;
     const double bits = 4 * bit * top;
     const double twice = 2 * largest_error(plain.*part, exact.*part);
     result.*

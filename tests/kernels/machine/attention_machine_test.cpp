@@ -7,6 +7,7 @@
 #include <iterator>
 #include <random>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,18 @@ using test::AttentionArrays;
 using test::AttentionCase;
 using test::CaseInputs;
 
+/// Where the type does not matter.
 constexpr auto kType = ElementType::bfloat16;
+
+struct PaperCase : AttentionCase {
+  ElementType type = kType;
+};
+
+/// What operands in registers are made of.
+test::Weights weights_of(ElementType type) {
+  return type == ElementType::float16 ? test::Weights::float16
+                                      : test::Weights::bfloat16;
+}
 
 /// Memory that a kernel keeps its table in; it comes with what was there.
 struct TableMemory {
@@ -53,8 +65,9 @@ void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
              AttentionArrays& arrays, bool goes_on, int64_t narrow_keys,
              const float* sink = nullptr) {
   hopper::DenseForwardArgs args;
-  test::set_shape(args, inputs.problem, kType, arrays, lines);
+  test::set_shape(args, inputs.problem, arrays.q.type(), arrays, lines);
   args.out = arrays.out;
+  args.out_type = arrays.out.type();
   args.lse = arrays.lse;
   args.goes_on = goes_on;
   args.sink = sink;
@@ -70,13 +83,15 @@ enum class Order { any, fixed };
 void backward(const CaseInputs& inputs, AttentionArrays& arrays, Order order) {
   arrays.delta.fill(test::deltas<float>(arrays, inputs.problem.value_dim));
   hopper::DenseBackwardArgs args;
-  test::set_shape(args, inputs.problem, kType, arrays, inputs.lines);
+  test::set_shape(args, inputs.problem, arrays.q.type(), arrays, inputs.lines);
   args.dout = arrays.dout;
   args.lse = arrays.lse;
   args.delta = arrays.delta;
   args.dq = arrays.dq;
   args.dk = arrays.dk;
   args.dv = arrays.dv;
+  args.dq_type = arrays.dq.type();
+  args.dk_type = arrays.dk.type();
   ASSERT_EQ(hopper::why_not_attention_backward(args), std::nullopt);
   args.in_any_order = order == Order::any && hopper::has_any_order(args);
   args.dq_adds = args.in_any_order;
@@ -262,19 +277,36 @@ std::vector<AttentionCase> machine_cases() {
   return cases;
 }
 
-class AttentionOnPaper : public testing::TestWithParam<AttentionCase> {};
+/// All of them in bfloat16; in float16 one for each kernel.
+std::vector<PaperCase> paper_cases() {
+  std::vector<PaperCase> cases;
+  for (const AttentionCase& c : machine_cases()) cases.push_back({c});
+  for (const char* name :
+       {"share_1_of_3", "causal_128_128", "causal_128_128_soft_cap",
+        "causal_192_128", "causal_256_256", "causal_256_256_soft_cap",
+        "causal_264_328", "packed_4_of_2_from_0_channels_64"}) {
+    const auto same = std::ranges::find(cases, name, &PaperCase::name);
+    PaperCase half = *same;
+    half.name += "_float16";
+    half.type = ElementType::float16;
+    cases.push_back(half);
+  }
+  return cases;
+}
+
+class AttentionOnPaper : public testing::TestWithParam<PaperCase> {};
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionOnPaper,
-                         testing::ValuesIn(machine_cases()),
+                         testing::ValuesIn(paper_cases()),
                          [](const auto& info) { return info.param.name; });
 
 TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
-  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  const CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
   const Answer exact = test::slow_answer<double>(inputs);
-  const Answer tolerances =
-      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  const Answer tolerances = test::tolerances_of(inputs, exact, GetParam().type,
+                                                weights_of(GetParam().type));
   for (const uint64_t seed : {1, 2, 3}) {
     machine::set_seed(seed);
-    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    AttentionArrays arrays = test::arrays_of(inputs, GetParam().type);
     const std::string who = "seed " + std::to_string(seed);
     for (const int64_t narrow : narrow_widths(inputs)) {
       // Every query is written, whatever was there.
@@ -301,11 +333,11 @@ TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
 
 /// Which thread is first, and when copies and products happen, is not seen.
 TEST_P(AttentionOnPaper, HasTheSameBitsInAnyOrderOfEvents) {
-  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  const CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
   std::vector<AttentionArrays> made, narrows;
   for (const uint64_t seed : {4, 5, 6}) {
     machine::set_seed(seed);
-    made.push_back(test::arrays_of(inputs, kType));
+    made.push_back(test::arrays_of(inputs, GetParam().type));
     if (narrow_widths(inputs).front() > 0) {
       narrows.push_back(made.back());
       forward(inputs, inputs.lines, narrows.back(), false,
@@ -337,15 +369,15 @@ std::vector<KeyLines> clipped(std::vector<KeyLines> lines, TokenRange keys) {
 
 /// As the steps of a ring do: some keys after others, out and lse in place.
 TEST_P(AttentionOnPaper, GoesOnFromEarlierKeys) {
-  const CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  const CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
   const Answer exact = test::slow_answer<double>(inputs);
-  const Answer tolerances =
-      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  const Answer tolerances = test::tolerances_of(inputs, exact, GetParam().type,
+                                                weights_of(GetParam().type));
   machine::set_seed(7);
   const int64_t keys = inputs.problem.keys;
   const std::array cuts{int64_t{0}, keys / 3, keys / 2, keys};
   for (const int64_t narrow : narrow_widths(inputs)) {
-    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    AttentionArrays arrays = test::arrays_of(inputs, GetParam().type);
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
       forward(inputs, clipped(inputs.lines, {cuts[i], cuts[i + 1]}), arrays,
               i > 0, narrow);
@@ -357,18 +389,18 @@ TEST_P(AttentionOnPaper, GoesOnFromEarlierKeys) {
 }
 
 TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
-  CaseInputs inputs = test::inputs_of(GetParam(), kType);
+  CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
   std::vector<float> sink;
   for (int64_t head = 0; head < inputs.problem.heads; ++head) {
     sink.push_back(0.5f * static_cast<float>(head) - 1.f);
   }
   inputs.problem.sink.assign(sink.begin(), sink.end());
   const Answer exact = test::slow_answer<double>(inputs);
-  const Answer tolerances =
-      test::tolerances_of(inputs, exact, kType, test::Weights::bfloat16);
+  const Answer tolerances = test::tolerances_of(inputs, exact, GetParam().type,
+                                                weights_of(GetParam().type));
   machine::set_seed(8);
   for (const int64_t narrow : narrow_widths(inputs)) {
-    AttentionArrays arrays = test::arrays_of(inputs, kType);
+    AttentionArrays arrays = test::arrays_of(inputs, GetParam().type);
     forward(inputs, inputs.lines, arrays, false, narrow, sink.data());
     const Answer answer = test::answer_in(arrays);
     test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
@@ -460,6 +492,111 @@ TEST_P(ChannelsOnPaper, PassNaNsToTheQueriesThatSeeThem) {
     }
   }
   EXPECT_GT(reached, 0);
+}
+
+/// Answers of 16 bits, whose pieces are exchanged on their way out.
+class HalvesOnPaper : public testing::TestWithParam<ElementType> {};
+INSTANTIATE_TEST_SUITE_P(Types, HalvesOnPaper,
+                         testing::Values(ElementType::bfloat16,
+                                         ElementType::float16),
+                         [](const auto& info) {
+                           return info.param == ElementType::float16
+                                      ? "float16"
+                                      : "bfloat16";
+                         });
+
+TEST_P(HalvesOnPaper, AreTheNearestToWhatIsWrittenAsFloats) {
+  const auto nearest = GetParam() == ElementType::float16
+                           ? test::nearest_float16
+                           : test::nearest_bfloat16;
+  for (const int64_t channels : {40, 128, 200, 320}) {
+    const CaseInputs inputs =
+        test::inputs_of(test::causal_case("causal", 70, channels), GetParam());
+    machine::set_seed(10);
+    AttentionArrays floats = test::arrays_of(inputs, GetParam());
+    AttentionArrays halves = floats;
+    // Arrays of the same shapes that have the type.
+    halves.out = halves.dout;
+    halves.dq = halves.q;
+    halves.dk = halves.k;
+    halves.dv = halves.v;
+    for (const int64_t narrow : narrow_widths(inputs)) {
+      forward(inputs, inputs.lines, floats, false, narrow);
+      forward(inputs, inputs.lines, halves, false, narrow);
+      test::Values expected = floats.out.values();
+      for (double& x : expected) x = nearest(x);
+      EXPECT_EQ(halves.out.values(), expected);
+    }
+    halves.out = floats.out;  // delta is made of it
+    backward(inputs, floats, Order::fixed);
+    backward(inputs, halves, Order::fixed);
+    Answer expected = test::answer_in(floats);
+    for (const auto part : {&Answer::dq, &Answer::dk, &Answer::dv}) {
+      for (double& x : expected.*part) x = nearest(x);
+      EXPECT_EQ(test::answer_in(halves).*part, expected.*part);
+    }
+  }
+}
+
+TEST_P(HalvesOnPaper, AreOfTheTypeOfTheQueries) {
+  const CaseInputs inputs =
+      test::inputs_of(test::causal_case("causal", 9, 8), GetParam());
+  AttentionArrays arrays = test::arrays_of(inputs, GetParam());
+  const AttentionArrays others = test::arrays_of(
+      inputs, GetParam() == ElementType::float16 ? ElementType::bfloat16
+                                                 : ElementType::float16);
+  const auto message_of = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "nothing was said";
+  };
+  arrays.dk = others.k;
+  EXPECT_EQ(message_of([&] { backward(inputs, arrays, Order::fixed); }),
+            "attention backward: dout, dq, dk or dv is not aligned to 16 "
+            "bytes, or not float32 and to be added to or of another type than "
+            "q");
+  arrays.out = others.dout;
+  EXPECT_EQ(
+      message_of([&] { forward(inputs, inputs.lines, arrays, false, 0); }),
+      "attention: out is neither float32 nor of the type of q");
+}
+
+/// float16 ends at 65504: slopes beyond are infinite, sums of them infinite or
+/// NaN, and what is finite is right.
+TEST(Float16OnPaper, ShowsSlopesThatExceedIt) {
+  CaseInputs inputs = test::inputs_of(test::causal_case("causal", 140, 64),
+                                      ElementType::float16);
+  for (double& x : inputs.dout) x *= 8192;
+  for (double& x : inputs.problem.v) x *= 32;
+  const Answer exact = test::slow_answer<double>(inputs);
+  const Answer tolerances = test::tolerances_of(
+      inputs, exact, ElementType::float16, test::Weights::accumulated);
+  for (const Order order : {Order::any, Order::fixed}) {
+    machine::set_seed(12);
+    AttentionArrays arrays = test::arrays_of(inputs, ElementType::float16);
+    forward(inputs, inputs.lines, arrays, false, 0);
+    backward(inputs, arrays, order);
+    const Answer answer = test::answer_in(arrays);
+    int64_t infinite = 0;
+    for (const auto part : {&Answer::dq, &Answer::dk}) {
+      const double near =
+          2e-3 * test::largest(exact.*part) + (tolerances.*part)[0];
+      for (std::size_t i = 0; i < (exact.*part).size(); ++i) {
+        const double x = (answer.*part)[i];
+        if (std::isfinite(x)) {
+          ASSERT_NEAR(x, (exact.*part)[i], near);
+        } else {
+          ++infinite;
+        }
+      }
+    }
+    EXPECT_GT(infinite, 0);
+    test::expect_near(answer.dv, exact.dv, 2e-3 * test::largest(exact.dv),
+                      "dv");
+  }
 }
 
 }  // namespace

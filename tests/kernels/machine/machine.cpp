@@ -157,25 +157,36 @@ const uint8_t* read_async(uint32_t address, std::size_t bytes) {
   return at;
 }
 
-float bf16_at(uint32_t address) {
+float value_of(ElementType type, uint32_t bits) {
+  if (type == ElementType::bfloat16) return std::bit_cast<float>(bits << 16);
+  const uint32_t size = (bits & 0x7FFF) << 13;
+  const float finite = std::bit_cast<float>(size) * 0x1p112f;
+  const float x =
+      finite < 65536 ? finite : std::bit_cast<float>(size | 0x7F800000);
+  return (bits & 0x8000) != 0 ? -x : x;
+}
+
+float element_at(ElementType type, uint32_t address) {
   uint16_t bits;
   std::memcpy(&bits, read_async(swizzled(address), 2), 2);
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  return value_of(type, bits);
 }
 
 // ---- Products ------------------------------------------------------------
 
 /// Element (i, k) of an operand, i along its rows or columns.
-float operand(uint64_t descriptor, bool across, int i, int k) {
+float operand(ElementType type, uint64_t descriptor, bool across, int i,
+              int k) {
   require(descriptor >> 62 == 1, "an operand is not in blocks of 128 bytes");
   const auto field = [&](int bit) {
     return static_cast<uint32_t>(descriptor >> bit & 0x3FFF) << 4;
   };
   const uint32_t start = field(0), far = field(16), near = field(32);
   const auto u = [](int n) { return static_cast<uint32_t>(n); };
-  return bf16_at(across ? start + u(i / 64) * far + u(k / 8) * near +
-                              u(k % 8) * 128 + u(i % 64) * 2
-                        : start + u(i / 8) * near + u(i % 8) * 128 + u(k) * 2);
+  return element_at(
+      type, across ? start + u(i / 64) * far + u(k / 8) * near +
+                         u(k % 8) * 128 + u(i % 64) * 2
+                   : start + u(i / 8) * near + u(i % 8) * 128 + u(k) * 2);
 }
 
 /// Row and column of number n of a thread's accumulator.
@@ -195,21 +206,21 @@ void make(const AskedProduct& asked) {
     for (int thread = 0; thread < kWarpgroup; ++thread) {
       for (int n = 0; n < 8; ++n) {
         const uint32_t pair = asked.a[thread][n / 2];
-        const uint32_t bits = n % 2 == 0 ? pair << 16 : pair & 0xFFFF0000;
-        a[row_of(thread, n)][column_of(thread, n)] = std::bit_cast<float>(bits);
+        a[row_of(thread, n)][column_of(thread, n)] =
+            value_of(what.type, n % 2 == 0 ? pair & 0xFFFF : pair >> 16);
       }
     }
   } else {
     for (int i = 0; i < kRows; ++i) {
       for (int k = 0; k < kDeep; ++k) {
-        a[i][k] = operand(what.a, what.across_a, i, k);
+        a[i][k] = operand(what.type, what.a, what.across_a, i, k);
       }
     }
   }
   for (int j = 0; j < what.columns; ++j) {
     for (int k = 0; k < kDeep; ++k) {
       b[static_cast<std::size_t>(j * kDeep + k)] =
-          operand(what.b, what.across_b, j, k);
+          operand(what.type, what.b, what.across_b, j, k);
     }
   }
   for (int thread = 0; thread < kWarpgroup; ++thread) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <functional>
 
+#include "longspan/kernels/common/element.h"
+
 /// A Hopper card on paper: runs the kernels' own sources on the CPU, so that
 /// their arithmetic and their barriers are tested where there is no card.
 ///
@@ -71,6 +73,7 @@ void boxes_wait(bool read);
 /// One product of a warpgroup, 64 x columns, 16 deep.
 struct Product {
   int columns = 0;
+  ElementType type = ElementType::bfloat16;  // of operands
   bool in_registers = false, across_a = false, across_b = false, adds = false;
   uint64_t a = 0, b = 0;
   friend bool operator==(const Product&, const Product&) = default;

@@ -1,12 +1,15 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cmath>
 #include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "longspan/kernels/common/hopper/wgmma.cuh"
+#include "tests/support/attention_arrays.h"
 
 /// What would hang a card, or go wrong on it without a word, is said.
 namespace longspan {
@@ -53,7 +56,7 @@ TEST(Machine, RefusesMoreArrivalsThanABarrierWaitsFor) {
 /// A product of ones and of what was stored, fenced or not.
 void multiply_stored(bool fenced, bool asks_first, float (&d)[16]) {
   uint32_t ones[4];
-  for (uint32_t& pair : ones) pair = hopper::pack_bf16(1.f, 1.f);
+  for (uint32_t& pair : ones) pair = hopper::pack_pair(1.f, 1.f);
   for (int i = 0; i < 16; ++i) {
     hopper::store_pair(
         kTile + threadIdx.x * 128u + 8u * static_cast<uint32_t>(i), 1.f, 1.f);
@@ -77,6 +80,71 @@ TEST(Machine, RefusesProductsOfWhatWasNotFenced) {
             "machine: a product after a wait without wgmma_fence");
 }
 
+/// Each float16, what lies halfway to the next, and what is just beyond that.
+TEST(Machine, RoundsToTheNearestFloat16) {
+  const auto value = [](uint32_t bits) {
+    return static_cast<float>(test::float16_value(static_cast<uint16_t>(bits)));
+  };
+  constexpr uint32_t kInfinite = 0x7C00;
+  for (uint32_t bits = 0; bits < kInfinite; ++bits) {
+    const float here = value(bits);
+    const float next = bits + 1 == kInfinite ? 65536.f : value(bits + 1);
+    const float half = (here + next) / 2;
+    ASSERT_EQ(hopper::f16_bits(here), bits);
+    ASSERT_EQ(hopper::f16_bits(-here), bits | 0x8000);
+    ASSERT_EQ(hopper::f16_bits(half), bits + (bits & 1));
+    ASSERT_EQ(hopper::f16_bits(std::nextafter(half, 0.f)), bits);
+    ASSERT_EQ(hopper::f16_bits(std::nextafter(half, next)), bits + 1);
+    ASSERT_EQ(test::nearest_float16(half),
+              test::float16_value(static_cast<uint16_t>(bits + (bits & 1))));
+  }
+  EXPECT_EQ(hopper::f16_bits(1e9f), kInfinite);
+  EXPECT_EQ(hopper::f16_bits(-INFINITY), kInfinite | 0x8000);
+  EXPECT_GT(hopper::f16_bits(NAN) & 0x7FFF, kInfinite);
+}
+
+/// Each float16 times one, from registers.
+TEST(Machine, MultipliesEveryFloat16) {
+  constexpr auto kHalf = ElementType::float16;
+  for (uint32_t first = 0; first < 65536; first += 64) {
+    std::vector<float> seen(128);
+    machine::run(1, 128, 65536, [&] {
+      // Each row of B is the word 1, 0: column 0 sums what A has.
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t word = hopper::pack_pair<kHalf>(1.f, 0.f);
+        hopper::store_pair(
+            kTile + threadIdx.x * 128u + 8u * static_cast<uint32_t>(i),
+            std::bit_cast<float>(word), std::bit_cast<float>(word));
+      }
+      hopper::fence_for_wgmma();
+      hopper::meet(1, 128);
+      hopper::wgmma_fence();
+      // One element of each row, of the first lane of a quad.
+      const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 4;
+      const uint32_t bits = first + row;
+      uint32_t a[4] = {lane % 4 == 0 ? bits : 0, lane % 4 == 0 ? bits + 32 : 0,
+                       0, 0};
+      float d[16];
+      hopper::wgmma<1, kHalf>(d, a, hopper::across_channels(kTile, 8192), 0);
+      hopper::wgmma_commit();
+      hopper::wgmma_wait<0>();
+      if (lane % 4 == 0) {
+        seen[row] = d[0];
+        seen[row + 32] = d[2];
+      }
+    });
+    for (uint32_t i = 0; i < 64; ++i) {
+      const double exact =
+          test::float16_value(static_cast<uint16_t>(first + i));
+      if (std::isnan(exact)) {
+        ASSERT_TRUE(std::isnan(seen[i]));
+      } else {
+        ASSERT_EQ(seen[i], exact);
+      }
+    }
+  }
+}
+
 /// A sum that is read before it was waited for is found under some seed. Halves
 /// of 1.f are 0 and 1, so odd columns are sums of ones.
 TEST(Machine, ShowsSumsBeforeTheirWaitUnderSomeSeed) {
@@ -89,7 +157,7 @@ TEST(Machine, ShowsSumsBeforeTheirWaitUnderSomeSeed) {
       multiply_stored(true, true, d);
       hopper::wgmma_fence();
       uint32_t ones[4];
-      for (uint32_t& pair : ones) pair = hopper::pack_bf16(1.f, 1.f);
+      for (uint32_t& pair : ones) pair = hopper::pack_pair(1.f, 1.f);
       const float before = d[1];
       hopper::wgmma<1>(d, ones, hopper::across_channels(kTile, 8192), 1);
       hopper::wgmma_commit();

@@ -34,9 +34,10 @@ void selected_weights(const SelectedWeightsArgs& args, void* stream);
 
 /// delta[h] = sum over channels of out * dout, as the backward kernel wants it.
 struct OutputDeltaArgs {
+  ElementType type = ElementType::bfloat16;  // or float16, of out and dout
   int64_t rows = 0, queries = 0, heads = 0;
   int value_dim = 0;            // a multiple of 8
-  TokenArray<const void*> out;  // [rows, queries, heads, value_dim], bfloat16
+  TokenArray<const void*> out;  // [rows, queries, heads, value_dim]
   TokenArray<const void*> dout;
   TokenArray<float*> delta;  // [rows, queries, heads]
 };

@@ -10,10 +10,10 @@
 namespace longspan::hopper {
 
 /// Dense attention, as ../attention.h promises it, on a Hopper device:
-/// bfloat16, any lines, up to 512 channels. The lines travel as they are: no
-/// mask, no launch for each document, nothing read back. Nothing is allocated,
-/// the host never waits and a graph may capture it. `stream` is a cudaStream_t
-/// of the device in use.
+/// bfloat16 or float16, any lines, up to 512 channels. The lines travel as they
+/// are: no mask, no launch for each document, nothing read back. Nothing is
+/// allocated, the host never waits and a graph may capture it. `stream` is a
+/// cudaStream_t of the device in use.
 ///
 /// The same bits every time, unless dq may come in any order; and for documents
 /// of at least 128 tokens, whatever other documents are in the call.
@@ -23,7 +23,7 @@ std::optional<std::string> why_not_attention(const AttentionArgs& args);
 
 /// Where the answers go.
 struct DenseForwardArgs : AttentionForwardArgs {
-  /// What `out` is made of: bfloat16 or float32.
+  /// What `out` is made of: the type of q, or float32.
   ElementType out_type = ElementType::float32;
   /// Whether out (float32 then) and lse hold the answer of earlier keys. If
   /// not, every query is written, also those that see nothing.
@@ -53,9 +53,9 @@ std::optional<std::string> why_not_attention_backward(
 
 /// Where derivatives go: those of every query and key are written, also of
 /// those that see or are seen by nobody; or, in float32, added to what is
-/// there.
+/// there. In float16, derivatives of scores beyond 65504 are infinite.
 struct DenseBackwardArgs : AttentionBackwardArgs {
-  ElementType dq_type = ElementType::float32;  // or bfloat16
+  ElementType dq_type = ElementType::float32;  // or the type of q
   ElementType dk_type = ElementType::float32;  // of dk and dv
   bool dq_adds = false, dk_adds = false;
   /// Whether dq may be added up in the order in which blocks of keys finish,

@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_rows(const float (&d)[kCount],
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* value = d + 4 * (j + i);
-      x[i] = pack_bf16(value[0] * scale_0, value[1] * scale_0);
-      y[i] = pack_bf16(value[2] * scale_1, value[3] * scale_1);
+      x[i] = pack_pair(value[0] * scale_0, value[1] * scale_0);
+      y[i] = pack_pair(value[2] * scale_1, value[3] * scale_1);
     }
     turn_quad(x, lane);
     turn_quad(y, lane);
@@ -69,13 +69,13 @@ __device__ __forceinline__ void store_rows(const float (&d)[kCount],
 }
 
 /// Columns 16 k to 16 k + 15 of an accumulator as an operand in registers.
-template <int kCount>
+template <ElementType kType = ElementType::bfloat16, int kCount>
 __device__ __forceinline__ void pack_operand(uint32_t (&a)[4],
                                              const float (&d)[kCount], int k) {
-  a[0] = pack_bf16(d[8 * k], d[8 * k + 1]);
-  a[1] = pack_bf16(d[8 * k + 2], d[8 * k + 3]);
-  a[2] = pack_bf16(d[8 * k + 4], d[8 * k + 5]);
-  a[3] = pack_bf16(d[8 * k + 6], d[8 * k + 7]);
+  a[0] = pack_pair<kType>(d[8 * k], d[8 * k + 1]);
+  a[1] = pack_pair<kType>(d[8 * k + 2], d[8 * k + 3]);
+  a[2] = pack_pair<kType>(d[8 * k + 4], d[8 * k + 5]);
+  a[3] = pack_pair<kType>(d[8 * k + 6], d[8 * k + 7]);
 }
 
 /// Stores such operands as a block of 64 rows, from column 16 `first` on.

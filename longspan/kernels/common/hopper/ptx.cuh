@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "longspan/kernels/common/ampere/lanes.cuh"
+#include "longspan/kernels/common/element.h"
 
 namespace longspan::hopper {
 
@@ -98,7 +99,7 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Four 8x8 tiles of bfloat16 from fragments to shared memory.
+/// Four 8x8 tiles of 16 bits from fragments to shared memory.
 __device__ __forceinline__ void store_tiles(uint32_t to,
                                             const uint32_t (&x)[4]) {
   asm volatile(
@@ -161,10 +162,16 @@ __device__ __forceinline__ void give_registers() {
 
 // ---- Arithmetic ----------------------------------------------------------
 
-/// Two bfloat16 in a word, `low` in the lower half.
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+/// Two elements in a word, `low` in the lower half; what exceeds float16 is
+/// infinite.
+template <ElementType kType = ElementType::bfloat16>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   uint32_t y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  if constexpr (kType == ElementType::float16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
   return y;
 }
 

@@ -2,14 +2,16 @@
 
 #include <cstdint>
 
+#include "longspan/kernels/common/element.h"
 #include "longspan/kernels/common/hopper/operand.cuh"
 
 namespace longspan::hopper {
 
 /// Matrix products of a warpgroup, 64 rows of A at a time: D += A B in float
-/// from bfloat16. B, and A unless it comes in registers, lie in shared memory
-/// as blocks of 64 channels: a row of a block is 128 bytes, its 16-byte pieces
-/// stand at place (piece ^ row % 8), and blocks start at multiples of 1024.
+/// from bfloat16 or float16, kType. B, and A unless it comes in registers, lie
+/// in shared memory as blocks of 64 channels: a row of a block is 128 bytes,
+/// its 16-byte pieces stand at place (piece ^ row % 8), and blocks start at
+/// multiples of 1024.
 ///
 /// D of a thread (warp w, lane l): d[4 * j + 2 * i + e] is row
 /// 16 w + l / 4 + 8 i and column 8 j + 2 (l % 4) + e.
@@ -47,287 +49,115 @@ __device__ __forceinline__ void pin(Register (&x)[kCount]) {
 
 // clang-format off
 
-/// 32 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
-template <int kAcrossA, int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b,
-                                      int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, p, 1, 1, %19, %20; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
-}
+// How an instruction calls the sums of a thread, and what they are.
+#define LONGSPAN_NAMES_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7" \
+  ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LONGSPAN_NAMES_24 \
+  LONGSPAN_NAMES_16 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define LONGSPAN_NAMES_32 \
+  LONGSPAN_NAMES_24 \
+  ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define LONGSPAN_NAMES_64 \
+  LONGSPAN_NAMES_32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39" \
+  ", %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55" \
+  ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define LONGSPAN_NAMES_128 \
+  LONGSPAN_NAMES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" \
+  ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" \
+  ", %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103" \
+  ", %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119" \
+  ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define LONGSPAN_SUMS_8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define LONGSPAN_SUMS_16(i) LONGSPAN_SUMS_8(i), LONGSPAN_SUMS_8(i + 8)
+#define LONGSPAN_SUMS_24(i) LONGSPAN_SUMS_16(i), LONGSPAN_SUMS_8(i + 16)
+#define LONGSPAN_SUMS_32(i) LONGSPAN_SUMS_16(i), LONGSPAN_SUMS_16(i + 16)
+#define LONGSPAN_SUMS_64(i) LONGSPAN_SUMS_32(i), LONGSPAN_SUMS_32(i + 32)
+#define LONGSPAN_SUMS_128(i) LONGSPAN_SUMS_64(i), LONGSPAN_SUMS_64(i + 64)
 
-/// 48 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
-template <int kAcrossA, int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[24], uint64_t a, uint64_t b,
-                                      int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23"
-      "}, %24, %25, p, 1, 1, %27, %28; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
-}
+// One instruction: its columns and types, how many sums a thread has, what it
+// calls the operands after them, whether it adds, and which of them lie across;
+// then what they are.
+#define LONGSPAN_PRODUCT(columns, types, count, operands, adds, across, ...) \
+  asm volatile( \
+      "{ .reg .pred p; setp.ne.b32 p, " adds ", 0;\n" \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" \
+      LONGSPAN_NAMES_##count "}, " operands ", p, 1, 1, " across "; }" \
+      : LONGSPAN_SUMS_##count(0) \
+      : __VA_ARGS__)
 
-/// 64 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
-template <int kAcrossA, int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b,
-                                      int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, %35, %36; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
-}
+// A in shared memory.
+#define LONGSPAN_SHARED_PRODUCT(columns, count, operands, adds, across) \
+  template <int kAcrossA, int kAcrossB, \
+            ElementType kType = ElementType::bfloat16> \
+  __device__ __forceinline__ void wgmma(float (&d)[count], uint64_t a, \
+                                        uint64_t b, int add = 1) { \
+    if constexpr (kType == ElementType::float16) { \
+      LONGSPAN_PRODUCT(columns, "f16.f16", count, operands, adds, across, \
+                       "l"(a), "l"(b), "r"(add), "n"(kAcrossA), \
+                       "n"(kAcrossB)); \
+    } else { \
+      LONGSPAN_PRODUCT(columns, "bf16.bf16", count, operands, adds, across, \
+                       "l"(a), "l"(b), "r"(add), "n"(kAcrossA), \
+                       "n"(kAcrossB)); \
+    } \
+  }
 
-/// D (+)= A B with A in registers, in the order of D's fragment.
-template <int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4],
-                                      uint64_t b, int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),
-        "n"(kAcrossB));
-}
+// A in registers.
+#define LONGSPAN_REGISTER_PRODUCT(columns, count, operands, adds, across) \
+  template <int kAcrossB, ElementType kType = ElementType::bfloat16> \
+  __device__ __forceinline__ void wgmma(float (&d)[count], \
+                                        const uint32_t (&a)[4], uint64_t b, \
+                                        int add = 1) { \
+    if constexpr (kType == ElementType::float16) { \
+      LONGSPAN_PRODUCT(columns, "f16.f16", count, operands, adds, across, \
+                       "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
+                       "r"(add), "n"(kAcrossB)); \
+    } else { \
+      LONGSPAN_PRODUCT(columns, "bf16.bf16", count, operands, adds, across, \
+                       "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
+                       "r"(add), "n"(kAcrossB)); \
+    } \
+  }
 
-/// 128 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
-template <int kAcrossA, int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b,
-                                      int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, %67, %68; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-        "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
-}
+/// 32 to 256 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
+LONGSPAN_SHARED_PRODUCT("32", 16, "%16, %17", "%18", "%19, %20")
+LONGSPAN_SHARED_PRODUCT("48", 24, "%24, %25", "%26", "%27, %28")
+LONGSPAN_SHARED_PRODUCT("64", 32, "%32, %33", "%34", "%35, %36")
+LONGSPAN_SHARED_PRODUCT("128", 64, "%64, %65", "%66", "%67, %68")
+LONGSPAN_SHARED_PRODUCT("256", 128, "%128, %129", "%130", "%131, %132")
 
 /// D (+)= A B with A in registers, in the order of D's fragment.
-template <int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4],
-                                      uint64_t b, int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-        "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),
-        "n"(kAcrossB));
-}
+LONGSPAN_REGISTER_PRODUCT("64", 32, "{%32, %33, %34, %35}, %36", "%37",
+                          "%38")
+LONGSPAN_REGISTER_PRODUCT("128", 64, "{%64, %65, %66, %67}, %68", "%69",
+                          "%70")
+LONGSPAN_REGISTER_PRODUCT("256", 128, "{%128, %129, %130, %131}, %132", "%133",
+                          "%134")
 
-/// 256 columns. kAcrossA, kAcrossB: the operand is `across_channels`.
-template <int kAcrossA, int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b,
-                                      int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, "
-        "%104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, "
-        "%120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, %131, %132; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-        "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]),
-        "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]),
-        "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]),
-        "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]),
-        "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]),
-        "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
-        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
-        "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(add), "n"(kAcrossA), "n"(kAcrossB));
-}
-
-/// D (+)= A B with A in registers, in the order of D's fragment.
-template <int kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t (&a)[4],
-                                      uint64_t b, int add = 1) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, "
-        "%104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, "
-        "%120, %121, %122, %123, %124, %125, %126, %127"
-      "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134; }"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-        "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]),
-        "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]),
-        "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]),
-        "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]),
-        "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]),
-        "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
-        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
-        "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),
-        "n"(kAcrossB));
-}
+#undef LONGSPAN_REGISTER_PRODUCT
+#undef LONGSPAN_SHARED_PRODUCT
+#undef LONGSPAN_PRODUCT
+#undef LONGSPAN_SUMS_128
+#undef LONGSPAN_SUMS_64
+#undef LONGSPAN_SUMS_32
+#undef LONGSPAN_SUMS_24
+#undef LONGSPAN_SUMS_16
+#undef LONGSPAN_SUMS_8
+#undef LONGSPAN_NAMES_128
+#undef LONGSPAN_NAMES_64
+#undef LONGSPAN_NAMES_32
+#undef LONGSPAN_NAMES_24
+#undef LONGSPAN_NAMES_16
 // clang-format on
 
 }  // namespace longspan::hopper

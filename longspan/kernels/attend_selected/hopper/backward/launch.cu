@@ -73,7 +73,10 @@ void output_delta(const OutputDeltaArgs& args, void* stream) {
   }
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(
       (all * delta_lanes(args.value_dim) + 255) / 256, 16 * processor_count()));
-  delta_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  const auto kernel = args.type == ElementType::float16
+                          ? delta_kernel<__half2>
+                          : delta_kernel<__nv_bfloat162>;
+  kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(args);
   check_launch("output_delta", cudaGetLastError());
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "longspan/kernels/attend_selected/hopper/attend_selected.h"
 
@@ -13,7 +14,15 @@ __host__ __device__ constexpr int delta_lanes(int value_dim) {
   return lanes;
 }
 
+__device__ __forceinline__ float2 as_floats(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
+__device__ __forceinline__ float2 as_floats(__half2 pair) {
+  return __half22float2(pair);
+}
+
 /// A warp one head, or several narrow ones: sums out * dout over channels.
+template <class Pair>
 __global__ void __launch_bounds__(256)
     delta_kernel(const __grid_constant__ OutputDeltaArgs args) {
   const int lanes = delta_lanes(args.value_dim);
@@ -26,11 +35,11 @@ __global__ void __launch_bounds__(256)
     const int64_t i = asked < all ? asked : all - 1;
     const int64_t head = i % args.heads, token = i / args.heads;
     const int64_t query = token % args.queries, row = token / args.queries;
-    const auto* out = static_cast<const __nv_bfloat16*>(args.out.data) +
+    const auto* out = static_cast<const uint16_t*>(args.out.data) +
                       row * args.out.row_stride +
                       query * args.out.token_stride +
                       head * args.out.head_stride;
-    const auto* dout = static_cast<const __nv_bfloat16*>(args.dout.data) +
+    const auto* dout = static_cast<const uint16_t*>(args.dout.data) +
                        row * args.dout.row_stride +
                        query * args.dout.token_stride +
                        head * args.dout.head_stride;
@@ -39,11 +48,11 @@ __global__ void __launch_bounds__(256)
          channel += 8 * lanes) {
       const uint4 x = __ldcs(reinterpret_cast<const uint4*>(out + channel));
       const uint4 y = __ldcs(reinterpret_cast<const uint4*>(dout + channel));
-      const auto* a = reinterpret_cast<const __nv_bfloat162*>(&x);
-      const auto* b = reinterpret_cast<const __nv_bfloat162*>(&y);
+      const auto* a = reinterpret_cast<const Pair*>(&x);
+      const auto* b = reinterpret_cast<const Pair*>(&y);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 u = __bfloat1622float2(a[k]), v = __bfloat1622float2(b[k]);
+        const float2 u = as_floats(a[k]), v = as_floats(b[k]);
         sum = fmaf(u.x, v.x, sum);
         sum = fmaf(u.y, v.y, sum);
       }

@@ -1,18 +1,18 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "longspan/kernels/attention/hopper/records.cuh"
+#include "longspan/kernels/common/element.h"
 
 namespace longspan::hopper {
 
 /// Where gradients of keys or values go. Strides count elements.
 struct GradientPlace {
-  void* data;  // bfloat16, or float where is_float
+  void* data;  // of the type of q, or float where is_float
   int64_t row, token, head;
   int channels;
   bool is_float;
@@ -80,9 +80,11 @@ struct KeysSmall {
 /// Their dk and dv are then added up in memory too. Without, a kernel of its
 /// own makes dq and scores once more: seven products in place of five, and the
 /// same bits every time.
-template <int kHeadDim_, int kValueDim_, bool kSoftcap_, bool kWithQueries_>
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_, bool kWithQueries_,
+          ElementType kType_ = ElementType::bfloat16>
 struct DenseKeysPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr bool kSoftcap = kSoftcap_, kWithQueries = kWithQueries_;
   static constexpr int kKeys = 128, kQueries = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
@@ -121,10 +123,12 @@ cudaError_t launch_dense_keys(const DenseKeysParams& params, int processors,
 /// Tiles and shared memory of that kernel for more channels: dk and dv of 64
 /// keys fill the registers of a warpgroup each, so one of them makes dv and the
 /// other dk, and both score.
-template <int kHeadDim_, int kValueDim_, bool kSoftcap_>
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_,
+          ElementType kType_ = ElementType::bfloat16>
 struct WideKeysPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static_assert(kHeadDim == kValueDim);
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr bool kSoftcap = kSoftcap_, kWithQueries = false;
   static constexpr int kKeys = 64, kQueries = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
@@ -169,9 +173,11 @@ struct DenseQueriesParams {
 
 /// Tiles and shared memory of that kernel: like those of the forward kernel,
 /// with dout beside the queries.
-template <int kHeadDim_, int kValueDim_, bool kSoftcap_>
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_,
+          ElementType kType_ = ElementType::bfloat16>
 struct DenseQueriesPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kQueries = 128, kKeys = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;

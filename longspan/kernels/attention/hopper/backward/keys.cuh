@@ -12,7 +12,7 @@ namespace longspan::hopper {
 // ---- Products ------------------------------------------------------------
 
 /// 64 keys (a) against 64 queries (b), over all channels.
-template <int kBlocks, uint32_t kBlockA, uint32_t kBlockB>
+template <ElementType kType, int kBlocks, uint32_t kBlockA, uint32_t kBlockB>
 __device__ __forceinline__ void issue_pairs(float (&pairs)[32], uint32_t a_at,
                                             uint32_t b_at) {
   const uint64_t a = along_channels(a_at), b = along_channels(b_at);
@@ -20,20 +20,23 @@ __device__ __forceinline__ void issue_pairs(float (&pairs)[32], uint32_t a_at,
   for (int c = 0; c < kBlocks; ++c) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma<0, 0>(pairs, a + ((c * kBlockA + k * 32) >> 4),
-                  b + ((c * kBlockB + k * 32) >> 4), c == 0 && k == 0 ? 0 : 1);
+      wgmma<0, 0, kType>(pairs, a + ((c * kBlockA + k * 32) >> 4),
+                         b + ((c * kBlockB + k * 32) >> 4),
+                         c == 0 && k == 0 ? 0 : 1);
     }
   }
 }
 
 /// sums += pairs x, over 64 queries; a row for each key.
-template <int kCount, uint32_t kBlock>
+template <ElementType kType, int kCount, uint32_t kBlock>
 __device__ __forceinline__ void issue_sums(float (&sums)[kCount],
                                            const uint32_t (&pairs)[4][4],
                                            uint32_t at) {
   const uint64_t b = across_channels(at, kBlock);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma<1>(sums, pairs[k], b + (k * 2048 >> 4));
+  for (int k = 0; k < 4; ++k) {
+    wgmma<1, kType>(sums, pairs[k], b + (k * 2048 >> 4));
+  }
 }
 
 /// Half of the channels of dq: 64 queries, over all 128 keys.
@@ -44,7 +47,8 @@ __device__ __forceinline__ void issue_query_sums(
   const uint64_t b = across_channels(key, Plan::kKeyBlock);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    wgmma<1, 1>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4), k == 0 ? 0 : 1);
+    wgmma<1, 1, Plan::kType>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4),
+                             k == 0 ? 0 : 1);
   }
 }
 
@@ -115,7 +119,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
 #pragma unroll
     for (int i = 0; i < Plan::kValueDim / 2; ++i) dv[i] = 0.f;
     const auto issue_scores = [&] {
-      issue_pairs<Plan::kHeadBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
+      issue_pairs<Plan::kType, Plan::kHeadBlocks, Plan::kKeyBlock,
+                  Plan::kQueryBlock>(
           pair, my_key,
           kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes);
       wgmma_commit();
@@ -150,8 +155,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       barrier_wait(shared_address(&small.dout_ready[stage.slot]), stage.round);
       wgmma_fence();
       if constexpr (Plan::kWithQueries) issue_scores();
-      issue_pairs<Plan::kValueBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
-          slope, my_value, dout);
+      issue_pairs<Plan::kType, Plan::kValueBlocks, Plan::kKeyBlock,
+                  Plan::kQueryBlock>(slope, my_value, dout);
       wgmma_commit();
       wgmma_wait<1>();
       pin(pair);
@@ -172,9 +177,12 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
           }
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) pack_operand(weight[k], pair, k);
+        for (int k = 0; k < 4; ++k) {
+          pack_operand<Plan::kType>(weight[k], pair, k);
+        }
         wgmma_fence();
-        issue_sums<Plan::kValueDim / 2, Plan::kQueryBlock>(dv, weight, dout);
+        issue_sums<Plan::kType, Plan::kValueDim / 2, Plan::kQueryBlock>(
+            dv, weight, dout);
         wgmma_commit();
         wgmma_wait<1>();
         pin(slope);
@@ -197,10 +205,11 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
             const float sum = lse[8 * (j + i / 4) + (i & 1)];
             made[i] = exp2_fast(fmaf(pair[4 * j + i], unit, -sum));
           }
-          pack_operand(weight[j / 2], made, 0);
+          pack_operand<Plan::kType>(weight[j / 2], made, 0);
         }
         wgmma_fence();
-        issue_sums<Plan::kValueDim / 2, Plan::kQueryBlock>(dv, weight, dout);
+        issue_sums<Plan::kType, Plan::kValueDim / 2, Plan::kQueryBlock>(
+            dv, weight, dout);
         wgmma_commit();
         wgmma_wait<1>();
         pin(slope);
@@ -222,7 +231,9 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       }
       uint32_t operand[4][4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) pack_operand(operand[k], slope, k);
+      for (int k = 0; k < 4; ++k) {
+        pack_operand<Plan::kType>(operand[k], slope, k);
+      }
       if constexpr (Plan::kWithQueries) {
         float dq[Plan::kHeadDim / 4];
         const uint32_t slopes =
@@ -234,7 +245,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         wgmma_fence();
         issue_query_sums<Plan>(dq, slopes, my_channels);
         wgmma_commit();
-        issue_sums<Plan::kHeadDim / 2, Plan::kQueryBlock>(dk, operand, query);
+        issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
+            dk, operand, query);
         wgmma_commit();
         wgmma_wait<1>();
         pin(dv);
@@ -258,7 +270,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
                        stage.round);
         }
         wgmma_fence();
-        issue_sums<Plan::kHeadDim / 2, Plan::kQueryBlock>(dk, operand, query);
+        issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
+            dk, operand, query);
         wgmma_commit();
         // After the last tile these are of whatever lies there, and not looked
         // at: a branch here would have the products wait for one another.
@@ -280,9 +293,9 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     if (record.tiles > 0) arrive(small.keys_free);
     const int key_head =
         (record.head + params.head_offset) / params.heads_per_key_head;
-    store_sums(dk, Plan::kWithQueries ? 1.f : params.scale, params.dk, record,
-               key_head, key, lane);
-    store_sums(dv, 1.f, params.dv, record, key_head, key, lane);
+    store_sums<Plan::kType>(dk, Plan::kWithQueries ? 1.f : params.scale,
+                            params.dk, record, key_head, key, lane);
+    store_sums<Plan::kType>(dv, 1.f, params.dv, record, key_head, key, lane);
     arrive(small.record_free[at.slot]);
     at.advance();
   }

@@ -4,6 +4,7 @@
 #include "longspan/kernels/attention/hopper/backward/config.h"
 #include "longspan/kernels/attention/hopper/backward/widest_config.h"
 #include "longspan/kernels/attention/hopper/launch.cuh"
+#include "longspan/kernels/common/hopper/half_type.h"
 
 namespace longspan::hopper {
 
@@ -87,7 +88,7 @@ DenseQueriesParams queries_params(const DenseBackwardArgs& args,
   return params;
 }
 
-template <int kDim, bool kSoftcap>
+template <ElementType kType, int kDim, bool kSoftcap>
 void make_keys(const DenseBackwardArgs& args, const BackwardWork& work,
                void* memory, cudaStream_t stream) {
   const int processors = processor_count();
@@ -98,33 +99,33 @@ void make_keys(const DenseBackwardArgs& args, const BackwardWork& work,
     return keys_params<Plan>(args, work, memory, counter);
   };
   if constexpr (kDim > 256) {
-    using Keys = WidestPlan<Derivative::of_keys, kSoftcap>;
-    using Values = WidestPlan<Derivative::of_values, kSoftcap>;
+    using Keys = WidestPlan<Derivative::of_keys, kSoftcap, kType>;
+    using Values = WidestPlan<Derivative::of_values, kSoftcap, kType>;
     check(launch_widest<Keys>(told(Keys()), processors, stream));
     check(launch_widest<Values>(told(Values(), 1), processors, stream));
   } else if constexpr (kDim > 128) {
-    using Plan = WideKeysPlan<kDim, kDim, kSoftcap>;
+    using Plan = WideKeysPlan<kDim, kDim, kSoftcap, kType>;
     check(launch_wide_keys<Plan>(told(Plan()), processors, stream));
   } else if (args.in_any_order) {
-    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, true>;
+    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, true, kType>;
     check(launch_dense_keys<Plan>(told(Plan()), processors, stream));
   } else {
-    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, false>;
+    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, false, kType>;
     check(launch_dense_keys<Plan>(told(Plan()), processors, stream));
   }
 }
 
-template <int kDim, bool kSoftcap>
+template <ElementType kType, int kDim, bool kSoftcap>
 void make_queries(const DenseBackwardArgs& args, const WorkTable& table,
                   void* memory, cudaStream_t stream) {
   const int processors = processor_count();
   if constexpr (kDim > 256) {
-    using Plan = WidestPlan<Derivative::of_queries, kSoftcap>;
+    using Plan = WidestPlan<Derivative::of_queries, kSoftcap, kType>;
     check_launch("attention backward",
                  launch_widest<Plan>(queries_params<Plan>(args, table, memory),
                                      processors, stream));
   } else {
-    using Plan = DenseQueriesPlan<kDim, kDim, kSoftcap>;
+    using Plan = DenseQueriesPlan<kDim, kDim, kSoftcap, kType>;
     check_launch(
         "attention backward",
         launch_dense_queries<Plan>(queries_params<Plan>(args, table, memory),
@@ -132,9 +133,11 @@ void make_queries(const DenseBackwardArgs& args, const WorkTable& table,
   }
 }
 
-bool can_hold(const TokenArray<void*>& array, ElementType type, bool adds) {
-  return type == ElementType::float32 ? is_aligned(array, 4)
-                                      : !adds && is_aligned(array);
+bool can_hold(const TokenArray<void*>& array, ElementType type,
+              ElementType half, bool adds) {
+  return type == ElementType::float32
+             ? is_aligned(array, 4)
+             : type == half && !adds && is_aligned(array);
 }
 
 }  // namespace
@@ -196,12 +199,12 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
   if (args.heads == 0 || args.keys == 0 || args.queries == 0) return;
   auto reason = why_not_attention_backward(args);
   if (!reason && (!is_aligned(args.dout) ||
-                  !can_hold(args.dq, args.dq_type, args.dq_adds) ||
-                  !can_hold(args.dk, args.dk_type, args.dk_adds) ||
-                  !can_hold(args.dv, args.dk_type, args.dk_adds))) {
+                  !can_hold(args.dq, args.dq_type, args.type, args.dq_adds) ||
+                  !can_hold(args.dk, args.dk_type, args.type, args.dk_adds) ||
+                  !can_hold(args.dv, args.dk_type, args.type, args.dk_adds))) {
     reason =
-        "dout, dq, dk or dv is not aligned to 16 bytes, or bfloat16 and to be "
-        "added to";
+        "dout, dq, dk or dv is not aligned to 16 bytes, or not float32 and to "
+        "be added to or of another type than q";
   }
   if (!reason && args.in_any_order &&
       (args.dq_type != ElementType::float32 || !args.dq_adds ||
@@ -219,16 +222,20 @@ void attention_backward(const DenseBackwardArgs& args, const BackwardWork& work,
   check_launch("attention backward", upload(image, memory, on));
   const bool softcap = args.softcap > 0;
   if (!work.keys.blocks.empty()) {
-    with_backward_dims(args.head_dim, args.value_dim, softcap,
-                       [&]<int kDim, bool kSoftcap>() {
-                         make_keys<kDim, kSoftcap>(args, work, memory, on);
-                       });
+    with_backward_dims(
+        args.head_dim, args.value_dim, softcap, [&]<int kDim, bool kSoftcap>() {
+          with_half_type(args.type, [&]<ElementType kType>() {
+            make_keys<kType, kDim, kSoftcap>(args, work, memory, on);
+          });
+        });
   }
   if (work.queries.blocks.empty()) return;
   void* const after = static_cast<std::byte*>(memory) + work.keys.bytes();
   with_backward_dims(
       args.head_dim, args.value_dim, softcap, [&]<int kDim, bool kSoftcap>() {
-        make_queries<kDim, kSoftcap>(args, work.queries, after, on);
+        with_half_type(args.type, [&]<ElementType kType>() {
+          make_queries<kType, kDim, kSoftcap>(args, work.queries, after, on);
+        });
       });
 }
 

@@ -82,9 +82,9 @@ __device__ __forceinline__ void issue_tile(float (&pairs)[Plan::kKeys / 2],
   for (int c = 0; c < kBlocks; ++c) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma<0, 0>(pairs, a + ((c * Plan::kQueryBlock + k * 32) >> 4),
-                  b + ((c * Plan::kKeyBlock + k * 32) >> 4),
-                  c == 0 && k == 0 ? 0 : 1);
+      wgmma<0, 0, Plan::kType>(
+          pairs, a + ((c * Plan::kQueryBlock + k * 32) >> 4),
+          b + ((c * Plan::kKeyBlock + k * 32) >> 4), c == 0 && k == 0 ? 0 : 1);
     }
   }
 }
@@ -201,7 +201,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
       }
 #pragma unroll
       for (int k = 0; k < Plan::kKeys / 16; ++k) {
-        pack_operand(operand[k], slope, k);
+        pack_operand<Plan::kType>(operand[k], slope, k);
         pin(operand[k]);
       }
       const int slot = stage.slot;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
           kSharedBase + Plan::kKey + slot * Plan::kKeyBytes, Plan::kKeyBlock);
 #pragma unroll
       for (int k = 0; k < Plan::kKeys / 16; ++k) {
-        wgmma<1>(dq, operand[k], b + (k * 2048 >> 4));
+        wgmma<1, Plan::kType>(dq, operand[k], b + (k * 2048 >> 4));
       }
       wgmma_commit();
       if constexpr (kAhead) {
@@ -237,7 +237,8 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
     pin(slope);
     const WorkRecord& record = small.record[at.slot];
     if (record.tiles > 0) arrive(small.query_free);
-    store_sums(dq, params.scale, params.dq, record, record.head, query, lane);
+    store_sums<Plan::kType>(dq, params.scale, params.dq, record, record.head,
+                            query, lane);
     arrive(small.record_free[at.slot]);
     at.advance();
   }

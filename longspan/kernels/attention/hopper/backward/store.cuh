@@ -6,7 +6,7 @@
 namespace longspan::hopper {
 
 /// Writes or adds 64 rows of sums.
-template <int kCount, class Record>
+template <ElementType kType, int kCount, class Record>
 __device__ __forceinline__ void store_sums(const float (&sums)[kCount],
                                            float scale,
                                            const GradientPlace& place,
@@ -51,14 +51,13 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kCount],
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float* value = sums + 4 * (j + n) + 2 * i;
-        x[n] = pack_bf16(value[0] * scale, value[1] * scale);
+        x[n] = pack_pair<kType>(value[0] * scale, value[1] * scale);
       }
       turn_quad(x, lane);
       const int column = 8 * (j + (lane & 3));
       if (there[i] && column < place.channels) {
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(place.data) +
-                                  at[i] + column) =
-            make_uint4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(place.data) + at[i] +
+                                  column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }

@@ -46,13 +46,13 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
       barrier_wait(shared_address(&small.query_ready[stage.slot]), stage.round);
       barrier_wait(shared_address(&small.dout_ready[stage.slot]), stage.round);
       wgmma_fence();
-      issue_pairs<Plan::kHeadBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
-          pair, kSharedBase + Plan::kKey, query);
+      issue_pairs<Plan::kType, Plan::kHeadBlocks, Plan::kKeyBlock,
+                  Plan::kQueryBlock>(pair, kSharedBase + Plan::kKey, query);
       wgmma_commit();
       // dv does not need these, but a branch would have the products wait for
       // one another.
-      issue_pairs<Plan::kValueBlocks, Plan::kKeyBlock, Plan::kQueryBlock>(
-          slope, kSharedBase + Plan::kValue, dout);
+      issue_pairs<Plan::kType, Plan::kValueBlocks, Plan::kKeyBlock,
+                  Plan::kQueryBlock>(slope, kSharedBase + Plan::kValue, dout);
       wgmma_commit();
       wgmma_wait<0>();
       pin(pair);
@@ -79,9 +79,11 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
       }
       uint32_t operand[4][4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) pack_operand(operand[k], pair, k);
+      for (int k = 0; k < 4; ++k) {
+        pack_operand<Plan::kType>(operand[k], pair, k);
+      }
       wgmma_fence();
-      issue_sums<Plan::kHeadDim / 2, Plan::kQueryBlock>(
+      issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
           sums, operand, group == 0 ? dout : query);
       wgmma_commit();
       wgmma_wait<0>();
@@ -98,8 +100,9 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
     if (record.tiles > 0) arrive(small.keys_free);
     const int key_head =
         (record.head + params.head_offset) / params.heads_per_key_head;
-    store_sums(sums, group == 0 ? 1.f : params.scale,
-               group == 0 ? params.dv : params.dk, record, key_head, key, lane);
+    store_sums<Plan::kType>(sums, group == 0 ? 1.f : params.scale,
+                            group == 0 ? params.dv : params.dk, record,
+                            key_head, key, lane);
     arrive(small.record_free[at.slot]);
     at.advance();
   }

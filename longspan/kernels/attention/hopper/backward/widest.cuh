@@ -126,23 +126,25 @@ __device__ void fetch_widest(const typename Plan::Params& params,
 // ---- Products ------------------------------------------------------------
 
 /// pairs (+)= a b^T over one block of 64 channels: 64 rows, 32 columns.
+template <ElementType kType>
 __device__ __forceinline__ void issue_block(float (&pairs)[16], uint64_t a,
                                             uint64_t b, bool adds) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    wgmma<0, 0>(pairs, a + (k * 32 >> 4), b + (k * 32 >> 4),
-                adds || k > 0 ? 1 : 0);
+    wgmma<0, 0, kType>(pairs, a + (k * 32 >> 4), b + (k * 32 >> 4),
+                       adds || k > 0 ? 1 : 0);
   }
 }
 
 /// sums += pairs x: 64 rows, 256 channels, over 64 columns.
+template <ElementType kType>
 __device__ __forceinline__ void issue_widest_sums(float (&sums)[128],
                                                   uint32_t pairs, uint32_t x) {
   const uint64_t a = along_channels(pairs);
   const uint64_t b = across_channels(x, 64 * 128);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    wgmma<0, 1>(sums, a + (k * 32 >> 4), b + (k * 2048 >> 4));
+    wgmma<0, 1, kType>(sums, a + (k * 32 >> 4), b + (k * 2048 >> 4));
   }
 }
 
@@ -223,10 +225,11 @@ __device__ __forceinline__ void derive_widest(
           barrier_wait(shared_address(&small.value_ready[value.slot]),
                        value.round);
           wgmma_fence();
-          issue_block(slope, row_values + (c * Plan::kBlock >> 4),
-                      along_channels(kSharedBase + Plan::kValue +
-                                     value.slot * Plan::kBlock + column * 128),
-                      c > 0);
+          issue_block<Plan::kType>(
+              slope, row_values + (c * Plan::kBlock >> 4),
+              along_channels(kSharedBase + Plan::kValue +
+                             value.slot * Plan::kBlock + column * 128),
+              c > 0);
           wgmma_commit();
           if (c > 0) {
             wgmma_wait<1>();
@@ -241,8 +244,8 @@ __device__ __forceinline__ void derive_widest(
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < Plan::kBlocks; ++c) {
-        issue_block(pair, rows + (c * Plan::kBlock >> 4),
-                    columns + (c * Plan::kBlock >> 4), c > 0);
+        issue_block<Plan::kType>(pair, rows + (c * Plan::kBlock >> 4),
+                                 columns + (c * Plan::kBlock >> 4), c > 0);
       }
       wgmma_commit();
       if constexpr (Plan::kSlopes) {
@@ -270,7 +273,9 @@ __device__ __forceinline__ void derive_widest(
       }
       uint32_t operand[2][4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) pack_operand(operand[k], pair, k);
+      for (int k = 0; k < 2; ++k) {
+        pack_operand<Plan::kType>(operand[k], pair, k);
+      }
       const uint32_t place =
           kSharedBase + Plan::kPairs + pairs.slot * Plan::kBlock;
       pairs.advance();
@@ -282,7 +287,7 @@ __device__ __forceinline__ void derive_widest(
       }
       meet(kPairsWritten, 256);
       wgmma_fence();
-      issue_widest_sums(sums, place, summed);
+      issue_widest_sums<Plan::kType>(sums, place, summed);
       wgmma_commit();
       wgmma_wait<0>();
       pin(sums);
@@ -300,7 +305,7 @@ __device__ __forceinline__ void derive_widest(
       place.data = static_cast<std::byte*>(place.data) +
                    first * (place.is_float ? sizeof(float) : 2);
       place.channels -= first;
-      store_sums(sums, scale, place, record, head, row, lane);
+      store_sums<Plan::kType>(sums, scale, place, record, head, row, lane);
     };
     if constexpr (Plan::kByKeys) {
       const int key_head =

@@ -23,9 +23,11 @@ enum class Derivative { of_queries, of_keys, of_values };
 /// those that are scored and then summed (k, q) have one slot, and the others
 /// (v, dout) arrive by blocks of 64 channels while that slot is filled. For dv
 /// the columns that are summed are dout, and have a slot of their own.
-template <Derivative kMakes_, bool kSoftcap_>
+template <Derivative kMakes_, bool kSoftcap_,
+          ElementType kType_ = ElementType::bfloat16>
 struct WidestPlan {
   static constexpr Derivative kMakes = kMakes_;
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr bool kSoftcap = kSoftcap_, kWithQueries = false;
   static constexpr bool kByKeys = kMakes != Derivative::of_queries;
   static constexpr bool kSlopes = kMakes != Derivative::of_values;

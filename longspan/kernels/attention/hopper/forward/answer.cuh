@@ -80,7 +80,7 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   }
 }
 
-template <class Place, int kCount>
+template <ElementType kType, class Place, int kCount>
 __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
                                              const Place& place, int query,
                                              int channel,
@@ -132,13 +132,13 @@ __device__ __forceinline__ void store_answer(const DenseForwardParams& params,
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float* value = out + 4 * (j + n) + 2 * i;
-        x[i][n] = pack_bf16(value[0] * scale[i], value[1] * scale[i]);
+        x[i][n] = pack_pair<kType>(value[0] * scale[i], value[1] * scale[i]);
       }
       turn_quad(x[i], lane);
       const int column = 8 * (j + (lane & 3));
       if (there[i] && channel + column < params.value_dim) {
-        __stcs(reinterpret_cast<uint4*>(
-                   static_cast<__nv_bfloat16*>(params.out) + at[i] + column),
+        __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.out) +
+                                        at[i] + column),
                make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]));
       }
     }

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "longspan/kernels/attention/hopper/records.cuh"
+#include "longspan/kernels/common/element.h"
 
 namespace longspan::hopper {
 
@@ -24,7 +24,7 @@ struct DenseForwardParams {
   float scale;        // of a product, natural
   float softcap;      // 0: none
   const float* sink;  // [heads], natural; null: none
-  void* out;          // bfloat16, or float where out_is_float
+  void* out;          // of the type of q, or float where out_is_float
   int64_t out_row, out_token, out_head;
   float* lse;
   int64_t lse_row, lse_token, lse_head;
@@ -53,10 +53,12 @@ struct DenseForwardParams {
 /// wait for one another. So a processor has several under way, by as many
 /// blocks of threads as its registers hold, and nobody takes turns: 2 of two
 /// warpgroups at 64 channels, 2 of one at 128.
-template <int kHeadDim_, int kValueDim_, bool kNarrow_ = false>
+template <int kHeadDim_, int kValueDim_, bool kNarrow_ = false,
+          ElementType kType_ = ElementType::bfloat16>
 struct DenseForwardPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kNarrow = kNarrow_;
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr int kWarpgroups = kNarrow && kValueDim > 64 ? 1 : 2;
   static constexpr int kBlocks = kNarrow ? 2 : 1;    // of a processor
   static constexpr int kQueries = 64 * kWarpgroups;  // rows

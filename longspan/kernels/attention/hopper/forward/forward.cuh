@@ -22,9 +22,9 @@ __device__ __forceinline__ void issue_scores(float (&score)[Plan::kKeys / 2],
   for (int c = 0; c < Plan::kHeadBlocks; ++c) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma<0, 0>(score, a + ((c * Plan::kQueryBlock + k * 32) >> 4),
-                  b + ((c * Plan::kKeyBlock + k * 32) >> 4),
-                  c == 0 && k == 0 ? 0 : 1);
+      wgmma<0, 0, Plan::kType>(
+          score, a + ((c * Plan::kQueryBlock + k * 32) >> 4),
+          b + ((c * Plan::kKeyBlock + k * 32) >> 4), c == 0 && k == 0 ? 0 : 1);
     }
   }
 }
@@ -36,7 +36,9 @@ __device__ __forceinline__ void pack_weights(
     uint32_t (&weight)[Plan::kKeys / 16][4],
     const float (&score)[Plan::kKeys / 2]) {
 #pragma unroll
-  for (int k = 0; k < Plan::kKeys / 16; ++k) pack_operand(weight[k], score, k);
+  for (int k = 0; k < Plan::kKeys / 16; ++k) {
+    pack_operand<Plan::kType>(weight[k], score, k);
+  }
 }
 
 /// out += weights v.
@@ -47,7 +49,7 @@ __device__ __forceinline__ void issue_values(
   const uint64_t b = across_channels(value, Plan::kKeyBlock);
 #pragma unroll
   for (int k = 0; k < Plan::kKeys / 16; ++k) {
-    wgmma<1>(out, weight[k], b + (k * 2048 >> 4));
+    wgmma<1, Plan::kType>(out, weight[k], b + (k * 2048 >> 4));
   }
 }
 
@@ -152,7 +154,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     }
     arrive(small.record_free[at.slot]);
     at.advance();
-    store_answer(params, place, query, 0, softmax, out, lane);
+    store_answer<Plan::kType>(params, place, query, 0, softmax, out, lane);
   }
 }
 

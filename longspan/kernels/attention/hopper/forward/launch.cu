@@ -10,7 +10,7 @@
 namespace longspan::hopper {
 
 std::optional<std::string> why_not_attention(const AttentionArgs& args) {
-  if (args.type != ElementType::bfloat16) return "elements are not bfloat16";
+  if (!is_half(args.type)) return "elements are neither bfloat16 nor float16";
   if (args.head_dim > 512 || args.value_dim > 512 || args.head_dim % 8 != 0 ||
       args.value_dim % 8 != 0) {
     return std::to_string(args.head_dim) + " and " +
@@ -81,7 +81,7 @@ ForwardWork forward_work(const DenseForwardArgs& args) {
   WorkShape shape{.rows = args.rows, .queries = args.queries};
   if (!lines.narrow.empty()) {
     with_narrow_forward_plan(
-        args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+        args.type, args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
           work.packed_heads = packed_heads(args);
           shape.block_queries = Plan::kQueries / work.packed_heads;
           shape.tile_keys = Plan::kKeys;
@@ -92,13 +92,14 @@ ForwardWork forward_work(const DenseForwardArgs& args) {
         });
     if (lines.wide.empty()) return work;
   }
-  with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
-    shape.block_queries = Plan::kQueries;
-    shape.tile_keys = Plan::kKeys;
-    shape.every_query = !args.goes_on;
-    shape.elsewhere = lines.narrow;
-    work.wide = work_table(lines.wide, shape);
-  });
+  with_dense_forward_plan(args.type, args.head_dim, args.value_dim,
+                          [&]<class Plan>(Plan) {
+                            shape.block_queries = Plan::kQueries;
+                            shape.tile_keys = Plan::kKeys;
+                            shape.every_query = !args.goes_on;
+                            shape.elsewhere = lines.narrow;
+                            work.wide = work_table(lines.wide, shape);
+                          });
   return work;
 }
 
@@ -109,9 +110,12 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
     return;
   }
   auto reason = why_not_attention(args);
-  if (!reason && args.out_type == ElementType::bfloat16 &&
-      (args.goes_on || !is_aligned(args.out))) {
-    reason = "out is not aligned to 16 bytes, or bfloat16 and to be gone on";
+  const bool is_float = args.out_type == ElementType::float32;
+  if (!reason && !is_float && args.out_type != args.type) {
+    reason = "out is neither float32 nor of the type of q";
+  }
+  if (!reason && !is_float && (args.goes_on || !is_aligned(args.out))) {
+    reason = "out is not aligned to 16 bytes, or not float32 and to be gone on";
   }
   if (reason) throw std::invalid_argument("attention: " + *reason);
   DenseForwardParams params{};
@@ -132,18 +136,19 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
   params.lse_row = args.lse.row_stride;
   params.lse_token = args.lse.token_stride;
   params.lse_head = args.lse.head_stride;
-  params.out_is_float = args.out_type == ElementType::float32;
+  params.out_is_float = is_float;
   params.goes_on = args.goes_on;
   auto* on = static_cast<cudaStream_t>(stream);
   std::vector<std::byte> image = work.wide.image();
   const auto narrow = work.narrow.image();
   image.insert(image.end(), narrow.begin(), narrow.end());
   check_launch("attention", upload(image, memory, on));
-  with_dense_forward_plan(args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
-    launch<Plan>(args, params, work.wide, 1, memory, on);
-  });
+  with_dense_forward_plan(
+      args.type, args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+        launch<Plan>(args, params, work.wide, 1, memory, on);
+      });
   with_narrow_forward_plan(
-      args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
+      args.type, args.head_dim, args.value_dim, [&]<class Plan>(Plan) {
         launch<Plan>(args, params, work.narrow, work.packed_heads,
                      static_cast<std::byte*>(memory) + work.wide.bytes(), on);
       });

@@ -2,25 +2,29 @@
 
 #include "longspan/kernels/attention/hopper/forward/config.h"
 #include "longspan/kernels/attention/hopper/forward/widest_config.h"
+#include "longspan/kernels/common/hopper/half_type.h"
 
 namespace longspan::hopper {
 
-/// Which plan takes so many channels.
+/// Which plan takes so many channels of a type.
 template <class Body>
-auto with_dense_forward_plan(int head_dim, int value_dim, const Body& body) {
-  if (head_dim <= 64 && value_dim <= 64) {
-    return body(DenseForwardPlan<64, 64>());
-  }
-  if (head_dim <= 128 && value_dim <= 128) {
-    return body(DenseForwardPlan<128, 128>());
-  }
-  if (head_dim <= 192 && value_dim <= 128) {
-    return body(DenseForwardPlan<192, 128>());
-  }
-  if (head_dim <= 256 && value_dim <= 256) {
-    return body(DenseForwardPlan<256, 256>());
-  }
-  return body(WidestForwardPlan());
+auto with_dense_forward_plan(ElementType type, int head_dim, int value_dim,
+                             const Body& body) {
+  return with_half_type(type, [&]<ElementType kType>() {
+    if (head_dim <= 64 && value_dim <= 64) {
+      return body(DenseForwardPlan<64, 64, false, kType>());
+    }
+    if (head_dim <= 128 && value_dim <= 128) {
+      return body(DenseForwardPlan<128, 128, false, kType>());
+    }
+    if (head_dim <= 192 && value_dim <= 128) {
+      return body(DenseForwardPlan<192, 128, false, kType>());
+    }
+    if (head_dim <= 256 && value_dim <= 256) {
+      return body(DenseForwardPlan<256, 256, false, kType>());
+    }
+    return body(WidestForwardPlan<kType>());
+  });
 }
 
 /// More would leave fewer than eight queries to a head, and no fewer tiles.
@@ -38,11 +42,14 @@ inline bool has_narrow_plan(int head_dim, int value_dim) {
 }
 
 template <class Body>
-auto with_narrow_forward_plan(int head_dim, int value_dim, const Body& body) {
-  if (head_dim <= 64 && value_dim <= 64) {
-    return body(DenseForwardPlan<64, 64, true>());
-  }
-  return body(DenseForwardPlan<128, 128, true>());
+auto with_narrow_forward_plan(ElementType type, int head_dim, int value_dim,
+                              const Body& body) {
+  return with_half_type(type, [&]<ElementType kType>() {
+    if (head_dim <= 64 && value_dim <= 64) {
+      return body(DenseForwardPlan<64, 64, true, kType>());
+    }
+    return body(DenseForwardPlan<128, 128, true, kType>());
+  });
 }
 
 }  // namespace longspan::hopper

@@ -5,7 +5,7 @@
 namespace longspan::hopper {
 
 /// Scores may exceed the subtracted maximum by so many powers of two before
-/// sums are rescaled: float and bfloat16 keep their precision there.
+/// sums are rescaled: float and both half types keep their precision there.
 constexpr float kDenseSlack = 8.f;
 
 /// The running softmax of a thread's two queries, in powers of two.

@@ -203,9 +203,10 @@ struct WidestWorker {
 #pragma unroll
       for (int k = 0; k < 4 * Plan::kKeyBlocks; ++k) {
         const int c = piece * Plan::kKeyBlocks + k / 4;
-        wgmma<0, 0>(score, a + ((c * Plan::kQueryBlock + k % 4 * 32) >> 4),
-                    b + ((k / 4 * Plan::kKeyBlock + k % 4 * 32) >> 4),
-                    piece == 0 && k == 0 ? 0 : 1);
+        wgmma<0, 0, Plan::kType>(
+            score, a + ((c * Plan::kQueryBlock + k % 4 * 32) >> 4),
+            b + ((k / 4 * Plan::kKeyBlock + k % 4 * 32) >> 4),
+            piece == 0 && k == 0 ? 0 : 1);
       }
       wgmma_commit();
       if (piece > 0 || kAfterValues) wgmma_wait<1>();
@@ -239,9 +240,9 @@ struct WidestWorker {
       for (int i = 0; i < Plan::kValueKeys / 16; ++i) {
         const int k = piece * (Plan::kValueKeys / 16) + i;
         if constexpr (kOwn) {
-          wgmma<1>(out, weight[k], b + (i * 2048 >> 4));
+          wgmma<1, Plan::kType>(out, weight[k], b + (i * 2048 >> 4));
         } else {
-          wgmma<0, 1>(out, a + (k * 32 >> 4), b + (i * 2048 >> 4));
+          wgmma<0, 1, Plan::kType>(out, a + (k * 32 >> 4), b + (i * 2048 >> 4));
         }
       }
     }
@@ -263,7 +264,7 @@ struct WidestWorker {
     softmax.weigh(score, unit);
 #pragma unroll
     for (int k = 0; k < Plan::kKeys / 16; ++k) {
-      pack_operand(weight[k], score, k);
+      pack_operand<Plan::kType>(weight[k], score, k);
     }
   }
 
@@ -363,7 +364,8 @@ struct WidestWorker {
       leave();
       add_sums(small.sum[turn]);
       turn ^= 1;
-      store_answer(params, place, query, channel, softmax, out, lane);
+      store_answer<Plan::kType>(params, place, query, channel, softmax, out,
+                                lane);
     }
   }
 };
@@ -413,6 +415,15 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       }
     }
   }
+}
+
+template <class Plan>
+cudaError_t launch_widest_forward(const DenseForwardParams& params,
+                                  int processors, cudaStream_t stream) {
+  const int64_t items = int64_t{params.block_count} * params.heads;
+  return ampere::launch(widest_forward_kernel<Plan>,
+                        std::min<int64_t>(items, processors), Plan::kThreads,
+                        Plan::kSharedBytes, stream, params);
 }
 
 }  // namespace longspan::hopper

@@ -30,7 +30,9 @@ namespace longspan::hopper {
 ///
 /// A slot is 64 keys x 128 channels, or 32 keys x 256 channels of values: all
 /// that a product of one warpgroup is wide. No slot has two readers.
+template <ElementType kType_ = ElementType::bfloat16>
 struct WidestForwardPlan {
+  static constexpr ElementType kType = kType_;  // of operands
   static constexpr int kHeadDim = 512, kValueDim = 512;
   static constexpr int kQueries = 64, kKeys = 64;
   static constexpr int kThreads = 384;
@@ -76,7 +78,10 @@ struct WidestForwardPlan {
 };
 
 template <>
-cudaError_t launch_dense_forward<WidestForwardPlan>(
+cudaError_t launch_dense_forward<WidestForwardPlan<>>(
+    const DenseForwardParams& params, int processors, cudaStream_t stream);
+template <>
+cudaError_t launch_dense_forward<WidestForwardPlan<ElementType::float16>>(
     const DenseForwardParams& params, int processors, cudaStream_t stream);
 
 }  // namespace longspan::hopper

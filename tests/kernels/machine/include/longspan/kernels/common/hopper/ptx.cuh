@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "longspan/kernels/common/ampere/lanes.cuh"
+#include "longspan/kernels/common/element.h"
 
 /// Stands before longspan/kernels/common/hopper/ptx.cuh: the same functions,
 /// for the machine on paper.
@@ -66,7 +67,23 @@ inline uint32_t bf16_bits(float x) {
   if (x != x) return 0x7FC0;
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-inline uint32_t pack_bf16(float low, float high) {
+/// Likewise; what is too large is infinite, what is small subnormal.
+inline uint32_t f16_bits(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+  if (x != x) return 0x7FFF;
+  if (size >= std::bit_cast<uint32_t>(65520.f)) return sign | 0x7C00;
+  if (size >= std::bit_cast<uint32_t>(0x1p-14f)) {
+    return sign | (((size + 0xFFF + (size >> 13 & 1)) >> 13) - (112 << 10));
+  }
+  return sign | static_cast<uint32_t>(
+                    std::nearbyint(std::bit_cast<float>(size) * 0x1p24f));
+}
+template <ElementType kType = ElementType::bfloat16>
+uint32_t pack_pair(float low, float high) {
+  if (kType == ElementType::float16) {
+    return f16_bits(low) | f16_bits(high) << 16;
+  }
   return bf16_bits(low) | bf16_bits(high) << 16;
 }
 

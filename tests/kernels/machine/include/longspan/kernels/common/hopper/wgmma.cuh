@@ -27,9 +27,11 @@ void wgmma_wait() {
 template <class Register, int kCount>
 void pin(Register (&)[kCount]) {}
 
-template <int kAcrossA, int kAcrossB, int kCount>
+template <int kAcrossA, int kAcrossB, ElementType kType = ElementType::bfloat16,
+          int kCount>
 void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, int add = 1) {
   machine::multiply({.columns = 2 * kCount,
+                     .type = kType,
                      .across_a = kAcrossA != 0,
                      .across_b = kAcrossB != 0,
                      .adds = add != 0,
@@ -37,10 +39,11 @@ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, int add = 1) {
                      .b = b},
                     d, nullptr);
 }
-template <int kAcrossB, int kCount>
+template <int kAcrossB, ElementType kType = ElementType::bfloat16, int kCount>
 void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b,
            int add = 1) {
   machine::multiply({.columns = 2 * kCount,
+                     .type = kType,
                      .in_registers = true,
                      .across_b = kAcrossB != 0,
                      .adds = add != 0,

@@ -1,0 +1,12 @@
+#include "longspan/kernels/attention/hopper/forward/widest.cuh"
+
+namespace longspan::hopper {
+
+template <>
+cudaError_t launch_dense_forward<WidestForwardPlan<ElementType::float16>>(
+    const DenseForwardParams& params, int processors, cudaStream_t stream) {
+  return launch_widest_forward<WidestForwardPlan<ElementType::float16>>(
+      params, processors, stream);
+}
+
+}  // namespace longspan::hopper
