@@ -61,9 +61,9 @@ struct DenseBackwardArgs : AttentionBackwardArgs {
   /// Whether dq may be added up in the order in which blocks of keys finish,
   /// other bits in every run: faster. dq_adds then, to floats.
   bool in_any_order = false;
-  /// Blocks of keys that see at least so many tiles of 64 queries are dealt head
-  /// by head where dq comes in any order and heads share keys: dk and dv then
-  /// come in any order too. What that adds up costs 2 tiles of work.
+  /// Blocks of keys that see at least so many tiles of 64 queries are dealt
+  /// head by head where dq comes in any order and heads share keys: dk and dv
+  /// then come in any order too. What that adds up costs 2 tiles of work.
   int tiles_apart = 32;
 };
 
@@ -74,8 +74,8 @@ bool has_any_order(const AttentionArgs& args);
 struct BackwardWork {
   KeyWorkTable keys;
   WorkTable queries;
-  /// How many of the first blocks of keys are dealt head by head. If any, dk and
-  /// dv must be added to (dk_adds).
+  /// How many of the first blocks of keys are dealt head by head. If any, dk
+  /// and dv must be added to (dk_adds).
   int apart = 0;
   std::size_t bytes() const { return keys.bytes() + queries.bytes(); }
 };
