@@ -49,6 +49,14 @@ bool is_cudnn_backward_faster(const AttentionInputs& /*inputs*/) {
   return true;
 }
 
+/// Few lines, which may become few calls: those of many documents are not worth
+/// the time of the host to look.
+bool may_be_little_work_for_cudnn(std::span<const KeyLines> lines,
+                                  int64_t rows) {
+  constexpr int64_t kMost = 8;
+  return std::ssize(lines) <= kMost * rows;
+}
+
 /// Few calls, and all of it.
 bool is_little_work_for_cudnn(const FusedChoice& choice, int64_t rows) {
   return !choice.why_blocked && choice.flash.empty() &&
@@ -62,7 +70,8 @@ FusedChoice choose(const AttentionInputs& inputs,
   if (why_not_hopper) {
     return FusedChoice::of_torch(inputs, lines, *why_not_hopper);
   }
-  if (rather_cudnn && wanted_kernel().empty()) {
+  if (rather_cudnn && wanted_kernel().empty() &&
+      may_be_little_work_for_cudnn(lines, inputs.q.size(0))) {
     FusedChoice choice =
         FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
     if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
