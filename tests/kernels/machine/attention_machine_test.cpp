@@ -61,15 +61,16 @@ std::vector<int64_t> narrow_widths(const CaseInputs& inputs) {
   return {1 << 30, 60, 0};
 }
 
+/// From nothing, or from the answer of earlier keys.
 void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
-             AttentionArrays& arrays, bool goes_on, int64_t narrow_keys,
-             const float* sink = nullptr) {
+             AttentionArrays& arrays, const test::Array* before,
+             int64_t narrow_keys, const float* sink = nullptr) {
   hopper::DenseForwardArgs args;
   test::set_shape(args, inputs.problem, arrays.q.type(), arrays, lines);
   args.out = arrays.out;
   args.out_type = arrays.out.type();
   args.lse = arrays.lse;
-  args.goes_on = goes_on;
+  if (before != nullptr) args.before = *before;
   args.sink = sink;
   args.narrow_keys = narrow_keys;
   ASSERT_EQ(hopper::why_not_attention(args), std::nullopt);
@@ -312,7 +313,7 @@ TEST_P(AttentionOnPaper, IsTheOraclesAnswerInAnyOrderOfEvents) {
       // Every query is written, whatever was there.
       arrays.out.fill(NAN);
       arrays.lse.fill(NAN);
-      forward(inputs, inputs.lines, arrays, false, narrow);
+      forward(inputs, inputs.lines, arrays, nullptr, narrow);
       const Answer answer = test::answer_in(arrays);
       test::expect_near(answer.out, exact.out, tolerances.out[0], who + " out");
       test::expect_near(answer.lse, exact.lse, tolerances.lse[0], who + " lse");
@@ -340,12 +341,12 @@ TEST_P(AttentionOnPaper, HasTheSameBitsInAnyOrderOfEvents) {
     made.push_back(test::arrays_of(inputs, GetParam().type));
     if (narrow_widths(inputs).front() > 0) {
       narrows.push_back(made.back());
-      forward(inputs, inputs.lines, narrows.back(), false,
+      forward(inputs, inputs.lines, narrows.back(), nullptr,
               narrow_widths(inputs).front());
       EXPECT_EQ(narrows.front().out.bytes(), narrows.back().out.bytes());
       EXPECT_EQ(narrows.front().lse.bytes(), narrows.back().lse.bytes());
     }
-    forward(inputs, inputs.lines, made.back(), false, 0);
+    forward(inputs, inputs.lines, made.back(), nullptr, 0);
     backward(inputs, made.back(), Order::fixed);
     for (const auto part :
          {&AttentionArrays::out, &AttentionArrays::lse, &AttentionArrays::dq,
@@ -367,33 +368,67 @@ std::vector<KeyLines> clipped(std::vector<KeyLines> lines, TokenRange keys) {
   return lines;
 }
 
-/// As the steps of a ring do: some keys after others, out and lse in place.
+/// Logits without a value, one for each head.
+std::vector<float> sink_for(int64_t heads) {
+  std::vector<float> sink;
+  for (int64_t head = 0; head < heads; ++head) {
+    sink.push_back(0.5f * static_cast<float>(head) - 1.f);
+  }
+  return sink;
+}
+
+/// The same answer, whose weights a sink shares.
+test::Values out_with_sink(const Answer& answer,
+                           const std::vector<float>& sink) {
+  test::Values out = answer.out;
+  const std::size_t queries = answer.lse.size();
+  const std::size_t channels = queries == 0 ? 1 : out.size() / queries;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const std::size_t query = i / channels;
+    out[i] /= 1 + std::exp(sink[query % sink.size()] - answer.lse[query]);
+  }
+  return out;
+}
+
+/// As the steps of a ring do: some keys after others, out and lse in place. The
+/// last step may also write elsewhere: in 16 bits, with the sink, and also of
+/// queries that see none of its keys.
 TEST_P(AttentionOnPaper, GoesOnFromEarlierKeys) {
   const CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
   const Answer exact = test::slow_answer<double>(inputs);
   const Answer tolerances = test::tolerances_of(inputs, exact, GetParam().type,
                                                 weights_of(GetParam().type));
-  machine::set_seed(7);
   const int64_t keys = inputs.problem.keys;
-  const std::array cuts{int64_t{0}, keys / 3, keys / 2, keys};
+  const std::vector<float> sink = sink_for(inputs.problem.heads);
+  const double bit = GetParam().type == kType ? 0x1p-8 : 0x1p-11;
+  const auto lines = [&](TokenRange keys) {
+    return clipped(inputs.lines, keys);
+  };
+  machine::set_seed(7);
   for (const int64_t narrow : narrow_widths(inputs)) {
     AttentionArrays arrays = test::arrays_of(inputs, GetParam().type);
-    for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
-      forward(inputs, clipped(inputs.lines, {cuts[i], cuts[i + 1]}), arrays,
-              i > 0, narrow);
-    }
+    forward(inputs, lines({0, keys / 3}), arrays, nullptr, narrow);
+    forward(inputs, lines({keys / 3, keys / 2}), arrays, &arrays.out, narrow);
+    AttentionArrays others = arrays;
+    others.out = arrays.dout;  // of 16 bits
+    others.out.fill(NAN);
+    forward(inputs, lines({keys / 2, keys}), others, &arrays.out, narrow,
+            sink.data());
+    forward(inputs, lines({keys / 2, keys}), arrays, &arrays.out, narrow);
     const Answer answer = test::answer_in(arrays);
     test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
     test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
+    const Answer last = test::answer_in(others);
+    test::expect_near(last.out, out_with_sink(exact, sink),
+                      tolerances.out[0] + bit * test::largest(exact.out),
+                      "out elsewhere");
+    test::expect_near(last.lse, exact.lse, tolerances.lse[0], "lse");
   }
 }
 
 TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
   CaseInputs inputs = test::inputs_of(GetParam(), GetParam().type);
-  std::vector<float> sink;
-  for (int64_t head = 0; head < inputs.problem.heads; ++head) {
-    sink.push_back(0.5f * static_cast<float>(head) - 1.f);
-  }
+  const std::vector<float> sink = sink_for(inputs.problem.heads);
   inputs.problem.sink.assign(sink.begin(), sink.end());
   const Answer exact = test::slow_answer<double>(inputs);
   const Answer tolerances = test::tolerances_of(inputs, exact, GetParam().type,
@@ -401,7 +436,7 @@ TEST_P(AttentionOnPaper, SharesWithASinkThatTheLseLeavesOut) {
   machine::set_seed(8);
   for (const int64_t narrow : narrow_widths(inputs)) {
     AttentionArrays arrays = test::arrays_of(inputs, GetParam().type);
-    forward(inputs, inputs.lines, arrays, false, narrow, sink.data());
+    forward(inputs, inputs.lines, arrays, nullptr, narrow, sink.data());
     const Answer answer = test::answer_in(arrays);
     test::expect_near(answer.out, exact.out, tolerances.out[0], "out");
     test::expect_near(answer.lse, exact.lse, tolerances.lse[0], "lse");
@@ -439,7 +474,7 @@ TEST_P(ChannelsOnPaper, HaveTheSameBitsWhateverIsPackedAround) {
     }
     machine::set_seed(static_cast<uint64_t>(tokens));
     AttentionArrays arrays = test::arrays_of(inputs, kType);
-    forward(inputs, inputs.lines, arrays, false, narrow);
+    forward(inputs, inputs.lines, arrays, nullptr, narrow);
     backward(inputs, arrays, Order::fixed);
     test::Values mine;
     const Answer all = test::answer_in(arrays);
@@ -474,7 +509,7 @@ TEST_P(ChannelsOnPaper, PassNaNsToTheQueriesThatSeeThem) {
   const auto answer = [](const CaseInputs& inputs) {
     machine::set_seed(9);
     AttentionArrays arrays = test::arrays_of(inputs, kType);
-    forward(inputs, inputs.lines, arrays, false, 0);
+    forward(inputs, inputs.lines, arrays, nullptr, 0);
     return test::answer_in(arrays);
   };
   const Answer exact = test::slow_answer<double>(spoiled);
@@ -521,8 +556,8 @@ TEST_P(HalvesOnPaper, AreTheNearestToWhatIsWrittenAsFloats) {
     halves.dk = halves.k;
     halves.dv = halves.v;
     for (const int64_t narrow : narrow_widths(inputs)) {
-      forward(inputs, inputs.lines, floats, false, narrow);
-      forward(inputs, inputs.lines, halves, false, narrow);
+      forward(inputs, inputs.lines, floats, nullptr, narrow);
+      forward(inputs, inputs.lines, halves, nullptr, narrow);
       test::Values expected = floats.out.values();
       for (double& x : expected) x = nearest(x);
       EXPECT_EQ(halves.out.values(), expected);
@@ -560,7 +595,7 @@ TEST_P(HalvesOnPaper, AreOfTheTypeOfTheQueries) {
             "q");
   arrays.out = others.dout;
   EXPECT_EQ(
-      message_of([&] { forward(inputs, inputs.lines, arrays, false, 0); }),
+      message_of([&] { forward(inputs, inputs.lines, arrays, nullptr, 0); }),
       "attention: out is neither float32 nor of the type of q");
 }
 
@@ -577,7 +612,7 @@ TEST(Float16OnPaper, ShowsSlopesThatExceedIt) {
   for (const Order order : {Order::any, Order::fixed}) {
     machine::set_seed(12);
     AttentionArrays arrays = test::arrays_of(inputs, ElementType::float16);
-    forward(inputs, inputs.lines, arrays, false, 0);
+    forward(inputs, inputs.lines, arrays, nullptr, 0);
     backward(inputs, arrays, order);
     const Answer answer = test::answer_in(arrays);
     int64_t infinite = 0;

@@ -25,10 +25,12 @@ std::optional<std::string> why_not_attention(const AttentionArgs& args);
 struct DenseForwardArgs : AttentionForwardArgs {
   /// What `out` is made of: the type of q, or float32.
   ElementType out_type = ElementType::float32;
-  /// Whether out (float32 then) and lse hold the answer of earlier keys. If
-  /// not, every query is written, also those that see nothing.
-  bool goes_on = false;
+  /// The out of earlier keys, float32, whose lse is in `lse`; without data
+  /// there are none. Unless it is `out` itself, which is then gone on in place,
+  /// every query is written, also those that see nothing.
+  TokenArray<const void*> before;
   const float* sink = nullptr;  // [heads]; it is part of out, not of lse
+  bool is_in_place() const { return out.data == before.data; }
   /// Documents whose queries see at most so many keys are for a kernel of
   /// their own, up to 128 channels. Unset: where it was measured to be faster.
   std::optional<int64_t> narrow_keys;

@@ -30,6 +30,12 @@ struct AnswerPlace {
   __device__ bool has(const DenseForwardParams& params, int at) const {
     return token(params, at) < queries;
   }
+  __device__ const float* before(const DenseForwardParams& params,
+                                 int at) const {
+    return params.before + row * params.before_row +
+           (first_query + token(params, at)) * params.before_token +
+           head(params, at) * params.before_head;
+  }
   __device__ int64_t out(const DenseForwardParams& params, int at) const {
     return row * params.out_row +
            (first_query + token(params, at)) * params.out_token +
@@ -57,17 +63,16 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out[i] = 0.f;
-  if (!params.goes_on) return;
+  if (params.before == nullptr) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!place.has(params, query + 8 * i)) continue;
-    const float before = *place.lse(params, query + 8 * i);
-    if (before == -INFINITY) continue;
-    softmax.high[i] = before * kLog2e;
+    const float lse = *place.lse(params, query + 8 * i);
+    if (lse == -INFINITY) continue;
+    softmax.high[i] = lse * kLog2e;
     // Sums are added up over the four lanes of a query at the end.
     softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
-    const float* from = static_cast<const float*>(params.out) +
-                        place.out(params, query + 8 * i) + channel;
+    const float* from = place.before(params, query + 8 * i) + channel;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = 8 * j + 2 * (lane & 3);

@@ -29,7 +29,8 @@ struct DenseForwardParams {
   float* lse;
   int64_t lse_row, lse_token, lse_head;
   bool out_is_float;
-  bool goes_on;  // from the out (float) and lse that are there
+  const float* before;  // out of earlier keys, whose lse is there; or null
+  int64_t before_row, before_token, before_head;
 };
 
 /// Tiles and shared memory of the forward kernel.

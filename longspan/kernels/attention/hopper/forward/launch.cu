@@ -47,6 +47,11 @@ int packed_heads(const AttentionArgs& args) {
   return static_cast<int>(heads);
 }
 
+/// In place, what sees nothing is right already.
+bool writes_every_query(const DenseForwardArgs& args) {
+  return args.before.data == nullptr || !args.is_in_place();
+}
+
 template <class Plan>
 void launch(const DenseForwardArgs& args, DenseForwardParams params,
             const WorkTable& table, int packed, void* memory, cudaStream_t on) {
@@ -86,7 +91,7 @@ ForwardWork forward_work(const DenseForwardArgs& args) {
           shape.block_queries = Plan::kQueries / work.packed_heads;
           shape.tile_keys = Plan::kKeys;
           // Those that see nothing are of the other table, if there is one.
-          shape.every_query = !args.goes_on && lines.wide.empty();
+          shape.every_query = writes_every_query(args) && lines.wide.empty();
           shape.elsewhere = lines.wide;
           work.narrow = work_table(lines.narrow, shape);
         });
@@ -96,7 +101,7 @@ ForwardWork forward_work(const DenseForwardArgs& args) {
                           [&]<class Plan>(Plan) {
                             shape.block_queries = Plan::kQueries;
                             shape.tile_keys = Plan::kKeys;
-                            shape.every_query = !args.goes_on;
+                            shape.every_query = writes_every_query(args);
                             shape.elsewhere = lines.narrow;
                             work.wide = work_table(lines.wide, shape);
                           });
@@ -114,8 +119,11 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
   if (!reason && !is_float && args.out_type != args.type) {
     reason = "out is neither float32 nor of the type of q";
   }
-  if (!reason && !is_float && (args.goes_on || !is_aligned(args.out))) {
-    reason = "out is not aligned to 16 bytes, or not float32 and to be gone on";
+  if (!reason && !is_float && !is_aligned(args.out)) {
+    reason = "out is not aligned to 16 bytes";
+  }
+  if (!reason && !is_float && args.out.data == args.before.data) {
+    reason = "out is the float32 that it goes on from, of another type";
   }
   if (reason) throw std::invalid_argument("attention: " + *reason);
   DenseForwardParams params{};
@@ -137,7 +145,10 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
   params.lse_token = args.lse.token_stride;
   params.lse_head = args.lse.head_stride;
   params.out_is_float = is_float;
-  params.goes_on = args.goes_on;
+  params.before = static_cast<const float*>(args.before.data);
+  params.before_row = args.before.row_stride;
+  params.before_token = args.before.token_stride;
+  params.before_head = args.before.head_stride;
   auto* on = static_cast<cudaStream_t>(stream);
   std::vector<std::byte> image = work.wide.image();
   const auto narrow = work.narrow.image();
