@@ -223,10 +223,10 @@ class Homecoming {
 void run_forward(const Plan& plan, const Group& group,
                  const AttentionInputs& inputs, Accumulator& running) {
   KeyFlow flow(plan, group, inputs, "forward");
-  if (plan.steps().size() > 1) running.expect_more();
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const ProfilerRange range([&] { return name_of_step(plan, i, ""); });
     flow.start_next();
+    running.expect_more(i + 1 < plan.steps().size());
     attend_tiles(flow.inputs(), plan.steps()[i].lines, running);
     flow.arrive();
   }

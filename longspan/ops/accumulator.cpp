@@ -74,19 +74,34 @@ PartialAttention Accumulator::empty(at::ScalarType dtype) const {
     std::swap(strides[1], strides[2]);
     return at::empty_strided(sizes, strides, options_.dtype(type));
   };
-  const auto sums = c10::typeMetaToScalarType(options_.dtype());
   PartialAttention made;
-  made.out =
-      memory_.defined() && dtype == sums ? memory_ : tensor(sizes_, dtype);
+  made.out = memory_.defined() && dtype == type_of_sums()
+                 ? memory_
+                 : tensor(sizes_, dtype);
   if (kind_ == Kind::attention) {
-    made.lse = tensor(at::IntArrayRef(sizes_).slice(0, 3), sums);
+    made.lse = tensor(at::IntArrayRef(sizes_).slice(0, 3), type_of_sums());
   }
   return made;
+}
+
+at::ScalarType Accumulator::type_of_sums() const {
+  return c10::typeMetaToScalarType(options_.dtype());
+}
+
+PartialAttention Accumulator::room(at::ScalarType dtype) const {
+  const bool is_first = !sums_ && waiting_.empty();
+  return empty(memory_.defined() && is_first ? type_of_sums() : dtype);
 }
 
 void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   const auto sizes = part.out.sizes();
   if (part.out.numel() == 0) return;
+  if (memory_.defined() && part.out.is_same(memory_)) {
+    promise(!sums_ && waiting_.empty(),
+            "Accumulator: a first part came after others");
+    sums_ = std::move(part);
+    return;
+  }
   // A part about a few tokens is folded where it belongs; waiting for others
   // would have all tokens visited for it.
   const bool broad =
@@ -107,15 +122,30 @@ void Accumulator::add(PartialAttention part, int64_t row, int64_t token) {
   waiting_bytes_ += bytes;
 }
 
-at::Tensor Accumulator::asked_sink() const {
-  const bool is_first = !sums_ && waiting_.empty();
-  return is_first && !expects_more_ ? asked_sink_ : at::Tensor();
+Accumulator::Turn Accumulator::begin_turn(at::ScalarType dtype) {
+  promise(kind_ == Kind::attention, "Accumulator: a turn of a plain sum");
+  Turn turn;
+  if (sums_ || !waiting_.empty()) turn.before = sums();
+  if (!expects_more_) {
+    turn.total = empty(dtype);
+    if (turn.before.lse.defined()) turn.total.lse = turn.before.lse;
+    turn.sink = asked_sink_;
+  } else {
+    turn.total =
+        turn.before.out.defined() ? turn.before : empty(type_of_sums());
+  }
+  return turn;
 }
 
-void Accumulator::add_with_sink(PartialAttention whole) {
-  promise(asked_sink().defined(), "Accumulator: nobody asked for a sink");
-  has_sink_ = true;
-  add(std::move(whole));
+void Accumulator::end_turn(Turn turn) {
+  if (expects_more_) {
+    sums_ = std::move(turn.total);
+    return;
+  }
+  has_sink_ = turn.sink.defined();
+  sums_.reset();
+  waiting_bytes_ = static_cast<int64_t>(turn.total.out.nbytes());
+  waiting_.push_back({std::move(turn.total)});
 }
 
 TokenRange Accumulator::reach_of_waiting() const {
@@ -129,7 +159,7 @@ TokenRange Accumulator::reach_of_waiting() const {
 
 void Accumulator::fold_waiting() {
   if (!sums_) {
-    PartialAttention made = empty(c10::typeMetaToScalarType(options_.dtype()));
+    PartialAttention made = empty(type_of_sums());
     TokenRange reach{0, sizes_[1]};
     if (memory_.defined() && !waiting_.empty()) {
       const TokenRange said = reach_of_waiting();

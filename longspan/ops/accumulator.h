@@ -41,21 +41,32 @@ class Accumulator {
   /// no lse.
   void add(PartialAttention part, int64_t row = 0, int64_t token = 0);
 
-  /// Memory for a part about all tokens, its output in this type, in the order
-  /// asked for. add() takes it once it is filled.
-  PartialAttention room(at::ScalarType dtype) const { return empty(dtype); }
+  /// Memory for a part about all tokens, in the order asked for: in this type,
+  /// or, for a first part where sum_in() was told where the sum is to be, that
+  /// memory. add() takes it once it is filled.
+  PartialAttention room(at::ScalarType dtype) const;
+
+  /// Whether further parts come after the next one.
+  void expect_more(bool more) { expects_more_ = more; }
+
+  /// What a kernel is given that takes the total along, of attention.
+  struct Turn {
+    PartialAttention before;  ///< the total so far; undefined: no part came
+    /// Where the total goes. Unless this is the last turn it is `before`, or
+    /// memory where every token must be written; on the last one every token
+    /// of memory of its own, with the lse that is in `before`.
+    PartialAttention total;
+    at::Tensor sink;  ///< to be in total.out, not in its lse; undefined: none
+  };
+  /// On the last turn, total.out has this type.
+  Turn begin_turn(at::ScalarType dtype);
+  void end_turn(Turn turn);
 
   /// A logit without a value for each head (attention sink), floats, that the
-  /// result is to include. A kernel that makes the whole answer at once may see
-  /// to it, and adds that; otherwise the caller of finish() must.
+  /// result is to include. The last turn sees to it; without one, the caller of
+  /// finish() must.
   void ask_for_sink(at::Tensor sink) { asked_sink_ = std::move(sink); }
-  /// What was asked for; undefined where parts came already or more will.
-  at::Tensor asked_sink() const;
-  void add_with_sink(PartialAttention whole);
   bool has_sink() const { return has_sink_; }
-
-  /// Says that one part will not be all.
-  void expect_more() { expects_more_ = true; }
 
   /// The total so far, for callers that fold in place: the accumulation type,
   /// 0 and -inf where no part has come. `lse` is undefined for a sum.
@@ -66,6 +77,7 @@ class Accumulator {
   PartialAttention finish(at::ScalarType dtype);
 
  private:
+  at::ScalarType type_of_sums() const;
   PartialAttention empty(at::ScalarType dtype) const;
   TokenRange reach_of_waiting() const;
   void fold_waiting();

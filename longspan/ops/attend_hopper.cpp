@@ -65,21 +65,19 @@ void attend_tiles_hopper(const AttentionInputs& inputs,
   const AttentionInputs in = aligned(inputs);
   hopper::DenseForwardArgs args;
   fill(args, in, lines);
-  const at::Tensor sink = running.asked_sink();
-  if (sink.defined()) args.sink = sink.const_data_ptr<float>();
-  PartialAttention part = running.room(in.q.scalar_type());
-  args.out_type = *element_type(part.out.scalar_type());
-  args.out = array_of<void*>(part.out);
-  args.lse = array_of<void*>(part.lse);
+  Accumulator::Turn turn = running.begin_turn(in.q.scalar_type());
+  if (turn.before.out.defined()) {
+    args.before = array_of<const void*>(turn.before.out);
+  }
+  if (turn.sink.defined()) args.sink = turn.sink.const_data_ptr<float>();
+  args.out_type = *element_type(turn.total.out.scalar_type());
+  args.out = array_of<void*>(turn.total.out);
+  args.lse = array_of<void*>(turn.total.lse);
   const hopper::ForwardWork work = hopper::forward_work(args);
   const at::Tensor memory = memory_for(work, in.q);
   hopper::attention_forward(args, work, memory.mutable_data_ptr(),
                             current_stream(in.q));
-  if (sink.defined()) {
-    running.add_with_sink(std::move(part));
-  } else {
-    running.add(std::move(part));
-  }
+  running.end_turn(std::move(turn));
 }
 
 void attend_tiles_backward_hopper(const AttentionInputs& inputs,
