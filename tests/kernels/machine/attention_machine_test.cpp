@@ -573,6 +573,40 @@ TEST_P(HalvesOnPaper, AreTheNearestToWhatIsWrittenAsFloats) {
   }
 }
 
+/// Beside what a million keys left, each further one weighs a millionth.
+TEST_P(HalvesOnPaper, AreEnoughForKeysAfterAMillionOthers) {
+  for (const int64_t channels : {64, 512}) {
+    const int64_t keys = 256;
+    CaseInputs inputs =
+        test::inputs_of({.name = "all",
+                         .queries = 70,
+                         .keys = keys,
+                         .head_dim = channels,
+                         .value_dim = channels,
+                         .lines = {test::all_of({0, 70}, {0, keys})}},
+                        GetParam());
+    std::ranges::fill(inputs.problem.q, 0);  // all scores are
+    std::ranges::fill(inputs.problem.v, 1);
+    for (const double before : {1e3, 1e6, 4e6}) {
+      machine::set_seed(13);
+      AttentionArrays arrays = test::arrays_of(inputs, GetParam());
+      arrays.out.fill(0);
+      arrays.lse.fill(std::log(before));
+      const test::Array earlier = arrays.out;
+      forward(inputs, inputs.lines, arrays, &earlier, 0);
+      const double exact =
+          static_cast<double>(keys) / (before + static_cast<double>(keys));
+      const double bit = GetParam() == ElementType::float16 ? 0x1p-11 : 0x1p-8;
+      for (const double x : arrays.out.values()) {
+        ASSERT_NEAR(x / exact, 1, bit) << channels << ", " << before;
+      }
+      for (const double x : arrays.lse.values()) {
+        ASSERT_NEAR(x, std::log(before + static_cast<double>(keys)), 4e-6);
+      }
+    }
+  }
+}
+
 TEST_P(HalvesOnPaper, AreOfTheTypeOfTheQueries) {
   const CaseInputs inputs =
       test::inputs_of(test::causal_case("causal", 9, 8), GetParam());

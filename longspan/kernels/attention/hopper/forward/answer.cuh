@@ -49,8 +49,9 @@ struct AnswerPlace {
 };
 
 /// Sets the sums to nothing, or to what earlier calls found: out and lse are a
-/// sum of one key whose score was the lse.
-template <class Place, int kCount>
+/// sum of one key whose score was the lse, all of it multiplied with its
+/// weight.
+template <ElementType kType, class Place, int kCount>
 __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
                                            const Place& place, int query,
                                            int channel, RunningSoftmax& softmax,
@@ -64,22 +65,24 @@ __device__ __forceinline__ void begin_sums(const DenseForwardParams& params,
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out[i] = 0.f;
   if (params.before == nullptr) return;
+  constexpr float kBits = kEarlierBits<kType>;
+  constexpr float kWeight = static_cast<float>(1 << static_cast<int>(kBits));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!place.has(params, query + 8 * i)) continue;
     const float lse = *place.lse(params, query + 8 * i);
     if (lse == -INFINITY) continue;
-    softmax.high[i] = lse * kLog2e;
+    softmax.high[i] = lse * kLog2e - kBits;
     // Sums are added up over the four lanes of a query at the end.
-    softmax.sum[i] = (lane & 3) == 0 ? 1.f : 0.f;
+    softmax.sum[i] = (lane & 3) == 0 ? kWeight : 0.f;
     const float* from = place.before(params, query + 8 * i) + channel;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = 8 * j + 2 * (lane & 3);
       if (channel + column < params.value_dim) {
         const float2 pair = *reinterpret_cast<const float2*>(from + column);
-        out[4 * j + 2 * i] = pair.x;
-        out[4 * j + 2 * i + 1] = pair.y;
+        out[4 * j + 2 * i] = pair.x * kWeight;
+        out[4 * j + 2 * i + 1] = pair.y * kWeight;
       }
     }
   }

@@ -84,7 +84,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
     const AnswerPlace<Plan::kNarrow> place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
     int last = small.record[at.slot].last_column;
-    begin_sums(params, place, query, 0, softmax, out, lane);
+    begin_sums<Plan::kType>(params, place, query, 0, softmax, out, lane);
     if (left > 0) {
       const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
       barrier_wait(shared_address(&small.query_ready[query_at.slot]),

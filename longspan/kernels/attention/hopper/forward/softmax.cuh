@@ -1,12 +1,19 @@
 #pragma once
 
 #include "longspan/kernels/common/ampere/lanes.cuh"
+#include "longspan/kernels/common/element.h"
 
 namespace longspan::hopper {
 
 /// Scores may exceed the subtracted maximum by so many powers of two before
 /// sums are rescaled: float and both half types keep their precision there.
 constexpr float kDenseSlack = 8.f;
+
+/// Earlier keys go on as one key of this weight, a power of two. After a
+/// million alike one more weighs a millionth of them, which is next to nothing
+/// in float16; so there they start with all the weight that a key may have.
+template <ElementType kType>
+constexpr float kEarlierBits = kType == ElementType::float16 ? kDenseSlack : 0;
 
 /// The running softmax of a thread's two queries, in powers of two.
 struct RunningSoftmax {

@@ -355,7 +355,8 @@ struct WidestWorker {
       const int tiles = record.tiles;
       if (tiles < 0) return;
       const AnswerPlace<false> place(record);
-      begin_sums(params, place, query, channel, softmax, out, lane);
+      begin_sums<Plan::kType>(params, place, query, channel, softmax, out,
+                              lane);
       if (kGroup == 1) softmax.sum[0] = softmax.sum[1] = 0.f;
       if (tiles > 0) {
         attend(tiles, query_round);
