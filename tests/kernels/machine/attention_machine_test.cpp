@@ -631,6 +631,18 @@ TEST_P(HalvesOnPaper, AreOfTheTypeOfTheQueries) {
   EXPECT_EQ(
       message_of([&] { forward(inputs, inputs.lines, arrays, nullptr, 0); }),
       "attention: out is neither float32 nor of the type of q");
+  arrays.out = arrays.dout;
+  EXPECT_EQ(
+      message_of(
+          [&] { forward(inputs, inputs.lines, arrays, &arrays.out, 0); }),
+      "attention: out is the float32 that it goes on from, of another type");
+  const std::vector<float> sink = sink_for(inputs.problem.heads);
+  AttentionArrays floats = test::arrays_of(inputs, GetParam());
+  EXPECT_EQ(
+      message_of([&] {
+        forward(inputs, inputs.lines, floats, &floats.out, 0, sink.data());
+      }),
+      "attention: out goes on in place, and a sink is for the last step alone");
 }
 
 /// float16 ends at 65504: slopes beyond are infinite, sums of them infinite or

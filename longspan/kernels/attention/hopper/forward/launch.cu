@@ -17,10 +17,10 @@ std::optional<std::string> why_not_attention(const AttentionArgs& args) {
            std::to_string(args.value_dim) +
            " channels; it has multiples of 8 up to 512";
   }
-  if (!fits_32_bits(args.queries) || !fits_32_bits(args.keys) ||
+  if (!fits_32_bits(args.queries + 1) || !fits_32_bits(args.keys + 1) ||
       !fits_32_bits(args.rows) ||
       !fits_32_bits(args.rows * (args.queries / 64 + 1) * args.heads)) {
-    return "more than 2^30 queries or keys";
+    return "2^30 queries or keys, or more";
   }
   if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v)) {
     return "q, k or v is not aligned to 16 bytes";
@@ -119,11 +119,15 @@ void attention_forward(const DenseForwardArgs& args, const ForwardWork& work,
   if (!reason && !is_float && args.out_type != args.type) {
     reason = "out is neither float32 nor of the type of q";
   }
-  if (!reason && !is_float && !is_aligned(args.out)) {
-    reason = "out is not aligned to 16 bytes";
+  if (!reason && (!is_aligned(args.out) || !is_aligned(args.before))) {
+    reason = "out, or what it goes on from, is not aligned to 16 bytes";
   }
-  if (!reason && !is_float && args.out.data == args.before.data) {
+  const bool in_place = args.before.data != nullptr && args.is_in_place();
+  if (!reason && in_place && !is_float) {
     reason = "out is the float32 that it goes on from, of another type";
+  }
+  if (!reason && in_place && args.sink != nullptr) {
+    reason = "out goes on in place, and a sink is for the last step alone";
   }
   if (reason) throw std::invalid_argument("attention: " + *reason);
   DenseForwardParams params{};
