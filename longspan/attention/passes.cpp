@@ -69,6 +69,13 @@ TokenRange places_sent(const PlanStep& step) {
   return hull;
 }
 
+/// How many steps there are up to the last one that shows this rank a key.
+std::size_t steps_with_keys(const Plan& plan) {
+  std::size_t count = plan.steps().size();
+  while (count > 0 && plan.steps()[count - 1].lines.empty()) --count;
+  return count;
+}
+
 bool moves_keys(const Plan& plan) {
   for (const PlanStep& step : plan.steps()) {
     if (!step.sends.empty() || !step.arrivals.empty()) return true;
@@ -223,10 +230,11 @@ class Homecoming {
 void run_forward(const Plan& plan, const Group& group,
                  const AttentionInputs& inputs, Accumulator& running) {
   KeyFlow flow(plan, group, inputs, "forward");
+  const std::size_t last = steps_with_keys(plan);
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const ProfilerRange range([&] { return name_of_step(plan, i, ""); });
     flow.start_next();
-    running.expect_more(i + 1 < plan.steps().size());
+    running.expect_more(i + 1 < last);
     attend_tiles(flow.inputs(), plan.steps()[i].lines, running);
     flow.arrive();
   }
