@@ -76,8 +76,8 @@ at::Tensor aligned(const at::Tensor& tensor) {
 
 /// Whether lengths are such that the shape will come again.
 bool is_round(int64_t tokens) {
-  constexpr int64_t kLeast = 1024, kMultiple = 128;
-  return tokens >= kLeast && tokens % kMultiple == 0;
+  constexpr int64_t kMultiple = 128;
+  return tokens >= kLeastTokensOfCudnn && tokens % kMultiple == 0;
 }
 
 }  // namespace
@@ -123,7 +123,8 @@ std::optional<std::string> why_not_cudnn(const FusedSegment& segment) {
   if (!is_round(queries) || !is_round(keys) ||
       (segment.is_causal() && before > 0 && !is_round(before))) {
     return join(queries, " queries and ", keys,
-                " keys; it is used for multiples of 128 from 1024 on");
+                " keys; it is used for multiples of 128 from ",
+                kLeastTokensOfCudnn, " on");
   }
   return std::nullopt;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -12,6 +13,9 @@ namespace longspan {
 /// Why cuDNN's attention, as torch has it, cannot run such a call whatever the
 /// mask, or nothing. On Hopper it is about twice as fast as flash.
 std::optional<std::string> why_not_cudnn(const AttentionInputs& inputs);
+
+/// Segments of fewer queries or keys are left to others.
+inline constexpr int64_t kLeastTokensOfCudnn = 1024;
 
 /// Why cuDNN does not take these pairs, or nothing. It knows rectangles and
 /// causal squares, and builds a plan for each shape in each thread, which takes

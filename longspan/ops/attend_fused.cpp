@@ -49,12 +49,13 @@ bool is_cudnn_backward_faster(const AttentionInputs& /*inputs*/) {
   return true;
 }
 
-/// Few lines, which may become few calls: those of many documents are not worth
-/// the time of the host to look.
-bool may_be_little_work_for_cudnn(std::span<const KeyLines> lines,
-                                  int64_t rows) {
+/// Few lines, which may become few calls, of as many tokens as cuDNN wants:
+/// others are not worth the time of the host to look.
+bool may_be_little_work_for_cudnn(const AttentionInputs& inputs,
+                                  std::span<const KeyLines> lines) {
   constexpr int64_t kMost = 8;
-  return std::ssize(lines) <= kMost * rows;
+  return std::min(inputs.q.size(1), inputs.k.size(1)) >= kLeastTokensOfCudnn &&
+         std::ssize(lines) <= kMost * inputs.q.size(0);
 }
 
 /// Few calls, and all of it.
@@ -71,7 +72,7 @@ FusedChoice choose(const AttentionInputs& inputs,
     return FusedChoice::of_torch(inputs, lines, *why_not_hopper);
   }
   if (rather_cudnn && wanted_kernel().empty() &&
-      may_be_little_work_for_cudnn(lines, inputs.q.size(0))) {
+      may_be_little_work_for_cudnn(inputs, lines)) {
     FusedChoice choice =
         FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
     if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
