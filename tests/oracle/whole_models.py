@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from oracle.tiny_decoders import CASES, Answer, Case, Document, decoder, embedded, gradients_of
+from oracle.all_double import AllDouble
+from oracle.tiny_decoders import (
+    CASES,
+    VOCABULARY,
+    Answer,
+    Case,
+    Document,
+    answer_of,
+    decoder,
+    embedded,
+    gradients_of,
+    packed,
+)
 from torch import Tensor
 
 import longspan
@@ -25,11 +37,12 @@ def over_ranks(
     embeds: bool = False,
     cut: dict[str, Any] | None = None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Answer:
     """The same answer, put together from what the ranks computed inside a context."""
     whole = CASES[case]() if isinstance(case, str) else case
-    model = decoder(family, dtype)
+    model = decoder(family, dtype, **(config or {}))
 
     def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor]:
         mine = longspan.parallelize(copy.deepcopy(model), group, **options)
@@ -90,11 +103,14 @@ def parts_of(model: Any) -> dict[int, dict[str, Any]]:
     return {id(m): {name: now(held) for name, held in vars(m).items()} for m in model.modules()}
 
 
-def check_restored(model: Any, batch: Mapping[str, Tensor]) -> None:
-    """That `restore` leaves every module and the answer as they were."""
+def check_restored(model: Any, batch: Mapping[str, Tensor], steps: int = 0) -> None:
+    """That `restore` leaves every module and the answer as they were, also after steps."""
     plain = model(input_ids=batch["input_ids"]).logits
     before = parts_of(model)
     longspan.parallelize(model)
+    for _ in range(steps):
+        model(**longspan.shard(batch, model=model)).loss.backward()
+        model.zero_grad()
     longspan.restore(model)
     assert parts_of(model) == before
     assert model(input_ids=batch["input_ids"]).logits.equal(plain)
@@ -113,6 +129,66 @@ def check(ours: Answer, true: Answer, tolerance: float = 3e-6) -> None:
         error, size = (ours.gradients[name] - gradient).abs().max(), gradient.abs().max()
         allowed = tolerance * size * (4 if gradient.numel() == 1 else 1)
         assert error <= allowed, f"{name}: {error:.1e} off, of {size:.1e}"
+
+
+def in_float64(
+    family: str, case: Case, embeds: bool = False, config: Mapping[str, Any] | None = None
+) -> Answer:
+    """Every document alone, in float64 throughout."""
+    model = decoder(family, **(config or {}))
+    with AllDouble():
+        return answer_of(model, case, embeds)
+
+
+def exactly(family: str, case: str, ranks: int, **options: Any) -> None:
+    """That a family's answer over ranks is that of each document alone to 1e-12, both in float64
+    throughout."""
+    true = in_float64(family, CASES[case]())
+    check(over_ranks(family, case, ranks, inside=AllDouble, **options), true, tolerance=1e-12)
+
+
+def rounding(found: Answer, true: Answer) -> dict[str, float]:
+    """How far off an answer is, relative to the greatest number of each; of gradients the root
+    mean square, since that of one parameter may be rounded luckily."""
+
+    def far(a: Tensor, b: Tensor) -> float:
+        return float((a - b).abs().max() / b.abs().max())
+
+    gradients = [far(found.gradients[name], g) ** 2 for name, g in true.gradients.items()]
+    return {
+        "gradients": (sum(gradients) / len(gradients)) ** 0.5,
+        "logits": max(far(a, b) for a, b in zip(found.logits, true.logits, strict=True)),
+        "loss": max(abs(found.loss / true.loss - 1), torch.finfo(torch.float32).eps),
+    }
+
+
+def check_rounding(family: str, ranks: int) -> None:
+    """That a model with float32 inside is no further from float64 than twice what the family's
+    own code is. On one document, so that both add as many numbers up."""
+    case = packed([57])
+    true = in_float64(family, case)
+    theirs = rounding(answer_of(decoder(family), case), true)
+    ours = rounding(over_ranks(family, case, ranks), true)
+    assert all(ours[what] <= 2 * theirs[what] for what in ours), (ours, theirs)
+
+
+def sees_no_future(model: Any, case: Case, group: Group, tokens: Sequence[int]) -> None:
+    """That another token of the first row leaves the logits of all before it as they are, bit
+    for bit, and moves its own. Every rank calls it with its parallelized model."""
+
+    def logits(ids: Tensor) -> Tensor:
+        local = longspan.shard({**case.batch, "input_ids": ids}, group, model=model)
+        with torch.no_grad():
+            return longspan.unshard(model(**local).logits, local)
+
+    before = logits(case.ids)
+    for token in tokens:
+        changed = case.ids.clone()
+        changed[0, token] = (changed[0, token] + 1) % VOCABULARY
+        moved = (logits(changed) != before).any(-1)
+        assert not moved[0, :token].any(), token
+        assert moved[0, token], token
+        assert not moved[1:].any(), token
 
 
 def sends_what_it_says(model: Any, batch: Any, group: Group) -> tuple[Any, Any]:

@@ -30,7 +30,14 @@ from oracle.tiny_decoders import (
     packed,
     padded,
 )
-from oracle.whole_models import check, over_ranks, parts_of
+from oracle.whole_models import (
+    check,
+    check_rounding,
+    exactly,
+    over_ranks,
+    parts_of,
+    sees_no_future,
+)
 
 RANKS = (1, 2, 3, 4)
 
@@ -41,6 +48,16 @@ RANKS = (1, 2, 3, 4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
     check(over_ranks(family, case, ranks), answer(family, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float64_throughout_it_is_that_to_the_last_digits(family: str) -> None:
+    exactly(family, "packed", 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_rounding_is_that_of_the_family(family: str) -> None:
+    check_rounding(family, 3)
 
 
 @pytest.mark.slow
@@ -286,6 +303,18 @@ def test_parity_and_leaks_of_parallelized_models(family: str) -> None:
         found.raise_if_different()
         assert len(found.differences) == 2 + len(list(model.parameters()))
         assert longspan.leak_probe(model, case.batch, group) == []
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nobody_sees_another_document_or_the_future(family: str) -> None:
+    case = packed([6, 8, 9], [21, 2])
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family), group)
+        assert longspan.leak_probe(model, case.batch, group) == []
+        sees_no_future(model, packed([19]), group, (0, 9, 10, 17, 18))
 
     run_ranks(2, body)
 

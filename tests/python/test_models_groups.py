@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from longspan._models import state_of
 
 pytest.importorskip("transformers")
 
+from oracle.all_double import AllDouble
 from oracle.tiny_decoders import Answer, decoder
 from oracle.tiny_decoders import packed as packed_text
 from oracle.tiny_images import (
@@ -42,7 +45,14 @@ def answer(family: str, case: str) -> Answer:
 
 
 def over_ranks(
-    family: str, case: str, ranks: int, *, text: bool = False, batch: Any = None, **options: Any
+    family: str,
+    case: str,
+    ranks: int,
+    *,
+    text: bool = False,
+    batch: Any = None,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
 ) -> Answer:
     """The same, put together from what the ranks computed; with `text` by the decoder
     alone."""
@@ -53,8 +63,9 @@ def over_ranks(
         mine = copy.deepcopy(model)
         called = longspan.parallelize(text_of(mine) if text else mine, group, **options)
         local = longspan.shard(batch, group, model=called)
-        out = called(**local)
-        out.loss.backward()
+        with inside():
+            out = called(**local)
+            out.loss.backward()
         gradients = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
         return out.loss.item(), gradients, longspan.unshard(out.logits.detach(), local)
 
@@ -73,6 +84,15 @@ def exact(ours: Answer, true: Answer) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
     exact(over_ranks(family, case, ranks), answer(family, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float64_throughout_it_is_that_to_the_last_digits(family: str) -> None:
+    model, case = whole(family), CASES["rows"]()
+    with AllDouble():
+        batch, true = embedded(model, case), answer_of(model, case)
+    found = over_ranks(family, "rows", 3, batch=batch, inside=AllDouble)
+    check(found, true, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -29,8 +29,9 @@ def every_third_is_text(lengths: list[int]) -> Case:
 
 
 @pytest.mark.deep
-def test_one_graph_for_changing_images() -> None:
-    model = whole("gemma4", torch.float32)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_for_changing_images(family: str) -> None:
+    model = whole(family, torch.float32)
     text = longspan.parallelize(text_of(model))
     graphs = Graphs("aot_eager")
     compiled = torch.compile(text, backend=graphs, dynamic=True, fullgraph=True)

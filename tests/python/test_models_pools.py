@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import longspan
 from longspan import Group, Ownership, comm, dsa, run_ranks
@@ -17,8 +16,17 @@ from longspan._local_batch import KEYWORD
 pytest.importorskip("transformers")
 
 from oracle.all_double import AllDouble
-from oracle.tiny_decoders import CASES, Answer, Case, answer_of, decoder, gradients_of, packed
-from oracle.whole_models import check, check_restored, over_ranks, parts_of, sends_what_it_says
+from oracle.tiny_decoders import CASES, Answer, Case, decoder, gradients_of, packed
+from oracle.whole_models import (
+    check,
+    check_restored,
+    check_rounding,
+    in_float64,
+    over_ranks,
+    parts_of,
+    sees_no_future,
+    sends_what_it_says,
+)
 
 pytestmark = pytest.mark.slow  # whole models over ranks
 
@@ -34,10 +42,7 @@ EVERY = {**CASES, **{name: functools.partial(lambda case: case, c) for name, c i
 
 @functools.cache
 def alone(case: str) -> Answer:
-    """Every document alone, in float64 throughout."""
-    model = decoder(V4)
-    with AllDouble():
-        return answer_of(model, EVERY[case]())
+    return in_float64(V4, EVERY[case]())
 
 
 def exactly(case: str, ranks: int, **options: Any) -> None:
@@ -54,6 +59,7 @@ def test_it_is_each_document_alone(case: str, ranks: int) -> None:
 @pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
 def test_every_layout(layout: str) -> None:
     exactly("long_rows", 3, layout=layout)
+    exactly("long_rows", 4, layout=layout)
     exactly("left", 2, layout=layout)
 
 
@@ -77,29 +83,9 @@ def test_scattered_tokens() -> None:
     exactly("long", 3, layout=Ownership.of_ranges(pieces))
 
 
-def error(found: Answer, true: Answer) -> dict[str, float]:
-    """Relative to the greatest number of each; of gradients the root mean square, since
-    that of one parameter may be rounded luckily."""
-
-    def far(a: Tensor, b: Tensor) -> float:
-        return float((a - b).abs().max() / b.abs().max())
-
-    gradients = [far(found.gradients[name], g) ** 2 for name, g in true.gradients.items()]
-    return {
-        "gradients": (sum(gradients) / len(gradients)) ** 0.5,
-        "logits": max(far(a, b) for a, b in zip(found.logits, true.logits, strict=True)),
-        "loss": max(abs(found.loss / true.loss - 1), torch.finfo(torch.float32).eps),
-    }
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_its_rounding_is_that_of_the_family(ranks: int) -> None:
-    """As the model computes, with float32 inside: no further from float64 than twice what
-    the family's own code is. One document, so that both add as many numbers up."""
-    true = alone("long")
-    theirs = error(answer_of(decoder(V4), LONG["long"]), true)
-    ours = error(over_ranks(V4, LONG["long"], ranks), true)
-    assert all(ours[what] <= 2 * theirs[what] for what in ours), (ours, theirs)
+    check_rounding(V4, ranks)
 
 
 def test_nobody_sees_another_document() -> None:
@@ -118,19 +104,7 @@ def test_nobody_sees_the_future() -> None:
 
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder(V4), group)
-
-        def logits(ids: Tensor) -> Tensor:
-            local = longspan.shard({**case.batch, "input_ids": ids}, group, model=model)
-            with torch.no_grad():
-                return longspan.unshard(model(**local).logits, local)
-
-        before = logits(case.ids)
-        for token in (0, 15, 16, 39, 40, 56):
-            changed = case.ids.clone()
-            changed[0, token] = (changed[0, token] + 1) % 61
-            moved = (logits(changed) != before).any(-1)[0]
-            assert not moved[:token].any(), token
-            assert moved[token], token
+        sees_no_future(model, case, group, (0, 15, 16, 39, 40, 56))
 
     run_ranks(3, body)
 
@@ -255,9 +229,14 @@ def test_embeddings_have_no_ids_for_hash_routing() -> None:
     message = "shard: 'model.layers.0.mlp.gate' chooses experts by token id"
     with pytest.raises(ValueError, match=message):
         longspan.shard(embeds, model=model)
-    learned = longspan.parallelize(decoder(V4, mlp_layer_types=["moe"] * 4))
-    out = learned(**longspan.shard(embeds, model=learned))
-    assert out.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["packed", "long_rows"])
+def test_embeddings_where_nothing_is_hashed(case: str) -> None:
+    config = {"mlp_layer_types": ["moe"] * 4}
+    true = in_float64(V4, EVERY[case](), embeds=True, config=config)
+    found = over_ranks(V4, EVERY[case](), 3, embeds=True, config=config, inside=AllDouble)
+    check(found, true, tolerance=1e-12)
 
 
 def test_without_a_sharded_batch() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,11 @@ from longspan import Group, run_ranks
 
 pytest.importorskip("transformers")
 
+import transformers
 from oracle.tiny_decoders import decoder, packed
+from oracle.whole_models import parts_of
+
+from longspan import _model_inputs
 
 BATCH = packed([17, 5]).batch
 Change = Callable[[Any], None]
@@ -154,3 +160,88 @@ def test_every_rank_says_so_before_anything_is_sent(name: str) -> None:
     for said in run_ranks(2, body):
         who = "shard" if case.by_shard else "parallelize"
         assert re.match(f"{who}: {re.escape(case.message)}", said), said
+
+
+# ---- What two ranks are told alike of models themselves.
+
+
+class Strange(transformers.LlamaForCausalLM):
+    """Takes more than a configuration, so that no twin of it can be built."""
+
+    def __init__(self, config: Any, more: int) -> None:
+        super().__init__(config)
+        self.more = more
+
+
+def told(make: Callable[[], Any], kind: type[Exception]) -> str:
+    """What `parallelize` tells both ranks, before anything is sent."""
+
+    def body(group: Group) -> str:
+        model, sent = make(), group.sent_bytes
+        before = parts_of(model)
+        with pytest.raises(kind) as raised:
+            longspan.parallelize(model, group)
+        assert group.sent_bytes == sent and parts_of(model) == before
+        return str(raised.value)
+
+    (message,) = set(run_ranks(2, body))
+    return message
+
+
+@pytest.mark.parametrize("version", ["5.16.0", "6.0.0"])
+def test_every_rank_names_a_transformers_outside_of_the_range(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    assert told(lambda: decoder("llama"), ImportError).startswith(
+        f"parallelize: transformers {version} is installed, and 5.17 up to below 6 is understood"
+    )
+
+
+def test_every_rank_names_a_twin_that_does_not_build() -> None:
+    config = decoder("llama").config
+    assert told(lambda: Strange(copy.deepcopy(config), 3), NotImplementedError).startswith(
+        "parallelize: no twin of this model can be made: Strange with small sizes does not build: "
+        "TypeError: "
+    )
+
+
+def test_attention_weights_are_none_on_every_rank_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_model_inputs, "_warned", False)
+
+    def body(group: Group) -> Any:
+        model = longspan.parallelize(decoder("llama"), group)
+        local = longspan.shard({**BATCH, "output_attentions": True}, group, model=model)
+        return model(**local).attentions
+
+    with pytest.warns(UserWarning, match="`output_attentions` gives None for every layer") as said:
+        answers = run_ranks(2, body)
+    assert len([one for one in said if "output_attentions" in str(one.message)]) == 1
+    assert all(one is None for weights in answers for one in weights or ())
+
+
+def test_two_models_that_share_a_configuration_on_every_rank() -> None:
+    """One is parallelized and the other stays plain; each says what it misses."""
+
+    def body(group: Group) -> tuple[str, str]:
+        one = decoder("llama")
+        two = type(one)(one.config).double()
+        plain = two(input_ids=BATCH["input_ids"]).logits
+        longspan.parallelize(one, group)
+        assert two.config is not one.config
+        assert two(input_ids=BATCH["input_ids"]).logits.equal(plain)
+        sent = group.sent_bytes
+        with pytest.raises(ValueError) as unsharded:
+            one(input_ids=BATCH["input_ids"])
+        with pytest.raises(ValueError) as unknown:
+            longspan.shard(BATCH, group, model=two)
+        assert group.sent_bytes == sent
+        longspan.restore(one)
+        assert two.config is one.config
+        return str(unsharded.value), str(unknown.value)
+
+    ((unsharded, unknown),) = set(run_ranks(2, body))
+    assert "called without a sharded batch" in unsharded
+    assert unknown.startswith("shard: this LlamaForCausalLM is not parallelized")

@@ -25,7 +25,16 @@ from oracle.tiny_decoders import (
     gradients_of,
     packed,
 )
-from oracle.whole_models import check, check_restored, over_ranks, parts_of, sends_what_it_says
+from oracle.whole_models import (
+    check,
+    check_restored,
+    check_rounding,
+    exactly,
+    over_ranks,
+    parts_of,
+    sees_no_future,
+    sends_what_it_says,
+)
 
 RANKS = (1, 2, 3, 4)
 
@@ -36,6 +45,16 @@ RANKS = (1, 2, 3, 4)
 @pytest.mark.parametrize("family", SELECTING)
 def test_it_is_each_document_alone(family: str, case: str, ranks: int) -> None:
     check(over_ranks(family, case, ranks), answer(family, case))
+
+
+@pytest.mark.parametrize("family", SELECTING)
+def test_in_float64_throughout_it_is_that_to_the_last_digits(family: str) -> None:
+    exactly(family, "packed", 3)
+
+
+@pytest.mark.parametrize("family", SELECTING)
+def test_its_rounding_is_that_of_the_family(family: str) -> None:
+    check_rounding(family, 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -68,6 +87,13 @@ def test_every_layout(layout: str) -> None:
         check(over_ranks("glm_moe_dsa", case, 3, layout=layout), answer("glm_moe_dsa", case))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
+@pytest.mark.parametrize("family", SELECTING)
+def test_every_layout_of_four_ranks(family: str, layout: str) -> None:
+    exactly(family, "rows", 4, layout=layout)
+
+
 def test_an_uneven_ownership_and_a_rank_of_pads() -> None:
     for sizes in ([3, 1, 19], [12, 11, 3]):  # of 23 tokens a row
         uneven = Ownership.of_sizes(sizes)
@@ -81,6 +107,7 @@ def test_nobody_sees_another_document_or_the_future(family: str) -> None:
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder(family), group)
         assert longspan.leak_probe(model, case.batch, group) == []
+        sees_no_future(model, packed([19]), group, (0, 9, 10, 17, 18))
 
     run_ranks(2, body)
 

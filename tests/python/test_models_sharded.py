@@ -24,13 +24,15 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     outputs = outputs_of(processes, timeout=400)
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     lines = outputs[0].splitlines()
-    for family in ("llama", "gpt_oss", "glm_moe_dsa", "deepseek_v4", "qwen3_next", "mamba2"):
+    selecting = ("glm_moe_dsa", "deepseek_v32", "deepseek_v4")
+    for family in ("llama", "gpt_oss", *selecting, "qwen3_next", "mamba2"):
         for kind in ("fsdp two axes", "fsdp flat", "fsdp replicas", "fsdp first", "ddp"):
             assert f"{family} {kind}" in lines
     for kind in ("fsdp tiles whole", "fsdp tiles apart", "fsdp tiles first", "ddp tiles"):
         assert f"llama {kind}" in lines
     assert "llama fsdp compiled" in lines
-    assert "glm_moe_dsa checkpoint" in lines
+    for family in ("glm_moe_dsa", "deepseek_v4"):
+        assert f"{family} checkpoint" in lines
 
 
 def over(ranks: int, *options: str) -> list[dict[str, float]]:

@@ -37,6 +37,7 @@ from oracle.whole_models import (
     over_ranks,
     parts_of,
     put_together,
+    sees_no_future,
     sends_what_it_says,
 )
 
@@ -160,6 +161,18 @@ def test_nobody_sees_another_document(family: str) -> None:
         assert longspan.leak_probe(model, case.batch, group) == []
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_nobody_sees_the_future(family: str) -> None:
+    """Bit for bit: what a convolution or a state carries over borders comes from before."""
+    case = LONG["middling"]
+
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder(family), group, proof=False)
+        sees_no_future(model, case, group, (0, 10, 11, 12, 22, 32))
+
+    run_ranks(3, body)
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -17,11 +17,12 @@ from longspan import Group, run_ranks
 pytest.importorskip("transformers")
 
 from oracle import tiny_images
-from oracle.tiny_decoders import FAMILIES, SELECTING, Case, decoder, packed
+from oracle.tiny_decoders import FAMILIES, POOLING, SELECTING, Case, decoder, packed
 
 pytestmark = pytest.mark.slow  # every family runs
 
-TARGETS = [*FAMILIES, *SELECTING, *(f"{family} with images" for family in tiny_images.FAMILIES)]
+IMAGES = [f"{family} with images" for family in tiny_images.FAMILIES]
+TARGETS = [*FAMILIES, *SELECTING, *POOLING, *IMAGES]
 
 
 def target(name: str, case: Case) -> tuple[Any, Mapping[str, Any]]:

@@ -3,7 +3,6 @@ checkpointing, autocast, adapters."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from oracle.tiny_decoders import (
     gradients_of,
     packed,
 )
-from oracle.whole_models import check_as_exact
+from oracle.whole_models import check_as_exact, check_restored
 
 pytestmark = pytest.mark.slow  # graphs are compiled
 
@@ -73,8 +72,8 @@ def _fresh_compiler() -> Any:
 
 
 #: One of each kind that makes another graph of ours: plain, with a window and a cap, with
-#: keys that later layers share, with selections that are handed from layer to layer. Others
-#: are made of the same; with experts transformers itself breaks graphs.
+#: keys that later layers share, with selections that are handed from layer to layer, or are
+#: each layer's own. Others are made of the same; with experts transformers itself breaks graphs.
 COMPILED: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {},
@@ -84,6 +83,7 @@ COMPILED: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 1,
     },
     "glm_moe_dsa": {"mlp_layer_types": ["dense"] * 3},
+    "deepseek_v32": {"num_hidden_layers": 1},  # the first is dense
 }
 
 
@@ -132,7 +132,7 @@ def test_inductor_over_two_ranks() -> None:
     ("family", "reentrant"),
     [(family, False) for family in (*FAMILIES, *SELECTING, *POOLING)]
     # Keys that Gemma 4's layers share lose their gradient there, with any attention.
-    + [(family, True) for family in (*FAMILIES, *POOLING) if family != "gemma4"],
+    + [(family, True) for family in (*FAMILIES, *SELECTING, *POOLING) if family != "gemma4"],
 )
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     def body(group: Group) -> None:
@@ -166,22 +166,27 @@ def test_autocast(family: str) -> None:
     check_as_exact(losses, gradients, true, plain)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["model", "adapter"])
-@pytest.mark.parametrize("family", ["llama", *SELECTING, *POOLING])
-def test_adapters(family: str, inside: bool) -> None:
-    """On every linear layer, and parallelized before or after the adapter wraps it."""
+def with_adapters(model: Any) -> Any:
+    """On every linear layer."""
     peft = pytest.importorskip("peft")
-    case = packed([4, 9, 1, 11])
     lora = peft.LoraConfig(
         r=2,
         target_modules="all-linear",
         init_lora_weights=False,
         exclude_modules=["o_a_proj"],  # of DeepSeek-V4, block by block: peft takes it for dense
     )
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, lora)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["model", "adapter"])
+@pytest.mark.parametrize("family", ["llama", *SELECTING, *POOLING])
+def test_adapters(family: str, inside: bool) -> None:
+    """On every linear layer, and parallelized before or after the adapter wraps it."""
+    case = packed([4, 9, 1, 11])
 
     def adapted() -> Any:
-        torch.manual_seed(5)
-        return peft.get_peft_model(decoder(family), copy.deepcopy(lora))
+        return with_adapters(decoder(family))
 
     true = answer_of(adapted(), case)
     assert true.gradients and all("lora" in name for name in true.gradients)
@@ -201,3 +206,36 @@ def test_adapters(family: str, inside: bool) -> None:
     for name, gradient in true.gradients.items():
         error = (sum(g[name] for g in results) - gradient).abs().max()
         assert error <= 3e-6 * gradient.abs().max(), name
+
+
+# ---- Wrapped models, as they were.
+
+
+#: With what keeps graphs few.
+WRAPPED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma4": COMPILED["gemma4"],
+    "glm_moe_dsa": {"num_hidden_layers": 1, "indexer_types": ["full"]},
+    "deepseek_v4": {
+        "num_hidden_layers": 1,
+        "layer_types": ["compressed_sparse_attention"],
+        "mlp_layer_types": ["moe"],
+    },
+}
+
+
+@pytest.mark.parametrize("family", WRAPPED)
+def test_restore_leaves_adapters_as_they_were(family: str) -> None:
+    check_restored(with_adapters(decoder(family)), packed([7, 5]).batch, steps=1)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma4", "glm_moe_dsa"),
+        pytest.param("deepseek_v4", marks=pytest.mark.deep),  # 20 s of graphs
+    ],
+)
+def test_restore_leaves_compiled_models_as_they_were(family: str) -> None:
+    model = torch.compile(decoder(family, **WRAPPED[family]), backend="eager")
+    check_restored(model, packed([7, 5]).batch, steps=1)
