@@ -1,4 +1,4 @@
-"""Who lets a model in: the proof, once for a class and a configuration, by rank 0."""
+"""Who lets a model in: the proof, once for a class, its code and a configuration, by rank 0."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
     CannotTwin,
@@ -23,6 +24,7 @@ from longspan._twins import (
     fingerprint,
     has_own_forwards,
     kind_of,
+    kinds_in,
     quiet,
     strangers,
 )
@@ -60,6 +62,8 @@ class Known:
     twin: Any
     #: What models like this have and the twin does not.
     strangers: list[Part]
+    #: The code that it is known of.
+    sources: Sources
     proof: Proof | None = None
     #: What it does to logits, or why nobody can tell.
     tail: Tail | str | None = None
@@ -80,10 +84,18 @@ def check_wish(proof: Any) -> None:
         raise wrong("parallelize", "proof", proof, '"auto", False or a small model of transformers')
 
 
-def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement) -> str:
-    """Lets a model in, or raises NotImplementedError with the module that is to blame.
-    Returns what let it in. Every rank calls it; those that were given different models
-    raise."""
+@dataclasses.dataclass
+class Admitted:
+    """What let a model in."""
+
+    said: str
+    #: What is known about the models of transformers in it; without a proof nothing is.
+    known: list[tuple[Any, Known]] = dataclasses.field(default_factory=list)
+
+
+def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement) -> Admitted:
+    """Lets a model in, or raises NotImplementedError with the module that is to blame. Every
+    rank calls it; those that were given different models raise."""
     from longspan._transformers import whole_models
 
     check_version()
@@ -99,22 +111,25 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     configs = repr([_settings(part.config) for part in found])
     _compare(agreement, names, configs, wish)
     if wish is False:
-        return SKIPPED
+        return Admitted(SKIPPED)
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
     looked_at = [other for part, known in twins for other in look_at(part, known)]
     if looked_at:
         said += f"; isolation and order on the model itself, for {looked_at[0]}"
-    return said
+    return Admitted(said, twins)
 
 
-def with_tails(model: torch.nn.Module, wish: Any, tiles: Tiles) -> Tiles:
+def with_tails(
+    model: torch.nn.Module, wish: Any, tiles: Tiles, admitted: Admitted | None = None
+) -> Tiles:
     """With what each of the models in it does to its logits, as far as the loss is to be made
     in tiles. Raises NotImplementedError where it has to be and cannot."""
     from longspan._transformers import whole_models
 
     if tiles.loss is None:
         return tiles
-    tails = [_tail_of(part, wish) for part in whole_models(model)]
+    known = {id(part): found for part, found in admitted.known} if admitted else {}
+    tails = [_tail_of(part, wish, known.get(id(part))) for part in whole_models(model)]
     for why in tails:
         if isinstance(why, str) and tiles.loss != "auto":
             raise NotImplementedError(
@@ -123,7 +138,7 @@ def with_tails(model: torch.nn.Module, wish: Any, tiles: Tiles) -> Tiles:
     return dataclasses.replace(tiles, tails=tuple(tails))
 
 
-def _tail_of(part: Any, wish: Any) -> Tail | str:
+def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
     from longspan import _proving
 
     if wish is False:
@@ -132,7 +147,7 @@ def _tail_of(part: Any, wish: Any) -> Tail | str:
         head_of(part)
     except CannotTile as error:
         return str(error)
-    known = known_of(part, wish)
+    known = known or known_of(part, wish)
     with known.lock:
         if known.tail is None:
             try:
@@ -210,17 +225,18 @@ def check_version() -> None:
 
 
 def known_of(part: Any, wish: Any = "auto") -> Known:
-    """What is known about a model's class and configuration; makes its twin if need be."""
+    """What is known about a model's classes, their code and its configuration; makes its twin
+    if need be."""
     if isinstance(wish, torch.nn.Module):
         twin = copy.deepcopy(wish).to(device="cpu", dtype=torch.float64).eval()
-        return Known(twin, strangers(part, twin))
+        return _known_by(part, twin)
     if has_own_forwards(part):
         # As a key of what is kept they would keep the model.
         return _made(part)
     key = (_settings(part.config), fingerprint(part))
     with _lock:
         known = _known.get(key)
-        if known is None:
+        if known is None or known.sources.changed() is not None:
             known = _known[key] = _made(part)
     return known
 
@@ -234,7 +250,11 @@ def _made(part: Any) -> Known:
             f"parallelize: no twin of this model can be made: {error}; pass proof=... a small "
             f"model of the same classes on the CPU, or proof=False to go without"
         ) from error
-    return Known(twin, strangers(part, twin))
+    return _known_by(part, twin)
+
+
+def _known_by(part: Any, twin: Any) -> Known:
+    return Known(twin, strangers(part, twin), sources_of(kinds_in(part)))
 
 
 def proof_of(known: Known) -> Proof:

@@ -13,7 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
 from longspan._scans import Borders, Scans
+from longspan._sources import Sources
 from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
@@ -147,6 +148,15 @@ class AttentionLayer:
         )
 
 
+class Inventory(NamedTuple):
+    """What a model consisted of when it was let in."""
+
+    part: torch.nn.Module
+    fingerprint: tuple[Any, ...]
+    kinds: dict[str, str]  #: names for those who differ later
+    sources: Sources
+
+
 @dataclass
 class Parallelized:
     """What `parallelize` did to a model, and what `shard` must know about it."""
@@ -164,8 +174,8 @@ class Parallelized:
     #: What is done in tiles (`longspan._tiles`), and what is not, in words.
     tiles: Any = None
     tiled: list[str] = field(default_factory=list)
-    #: The models inside, and what they consisted of when they were let in.
-    seen: list[tuple[Any, Any]] = field(default_factory=list)
+    #: The models inside.
+    seen: list[Inventory] = field(default_factory=list)
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -541,8 +551,9 @@ def parallelize(
     with Agreement("parallelize", ranks) as agreement:
         layers = _transformers.attention_layers(model)
         state = Parallelized(ranks, strategy, layout, layers)
-        state.proof = admit(model, ranks, proof, agreement)
-        state.tiles = with_tails(model, proof, tiles)
+        admitted = admit(model, ranks, proof, agreement)
+        state.proof = admitted.said
+        state.tiles = with_tails(model, proof, tiles, admitted)
     state.first_position = _transformers.first_position(model)
     set_up(model, state)
     if check_steps and ranks.size() > 1:

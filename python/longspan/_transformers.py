@@ -24,12 +24,13 @@ from longspan._images import beside_towers, check_pictures, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_inputs
-from longspan._models import AttentionLayer, LocalAttention, Parallelized
+from longspan._models import AttentionLayer, Inventory, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
 from longspan._recipes.recipe import check_no_dropout, not_sharded
 from longspan._remarks import remark_on_missing_count, remark_on_own_mean
+from longspan._sources import sources_of
 from longspan._steps import MARK
-from longspan._twins import fingerprint, named_kinds
+from longspan._twins import fingerprint, kinds_in, named_kinds
 from longspan._walking import walked
 
 if TYPE_CHECKING:
@@ -168,15 +169,24 @@ def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:
     return found
 
 
-def inventory(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """The models in it with their fingerprints, and names for those who differ later."""
-    return [(part, (fingerprint(part), named_kinds(part))) for part in whole_models(model)]
+def inventory(model: torch.nn.Module) -> list[Inventory]:
+    """The models in it, each as it is now."""
+    return [
+        Inventory(part, fingerprint(part), named_kinds(part), sources_of(kinds_in(part)))
+        for part in whole_models(model)
+    ]
 
 
 def check_unchanged(state: Parallelized) -> None:
     """That a model still consists of what was let in."""
-    for part, (before, kinds) in state.seen:
+    again = "call longspan.restore(model) and longspan.parallelize(model, group) again"
+    for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
+            if (changed := sources.changed()) is not None:
+                raise ValueError(
+                    f"shard: {changed}, which {type(part).__name__} runs, is another than when the "
+                    f"model was parallelized, and nobody has looked at it; {again}"
+                )
             continue
         now = named_kinds(part)
         name = next(
@@ -185,8 +195,7 @@ def check_unchanged(state: Parallelized) -> None:
         what = now.get(name, "gone")
         raise ValueError(
             f"shard: '{name}' of {type(part).__name__} was {kinds.get(name, 'not there')} when the "
-            f"model was parallelized and is {what} now, which nobody has looked at; call "
-            f"longspan.restore(model) and longspan.parallelize(model, group) again"
+            f"model was parallelized and is {what} now, which nobody has looked at; {again}"
         )
 
 

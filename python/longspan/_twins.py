@@ -124,6 +124,11 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def kinds_in(model: nn.Module) -> set[type]:
+    """The classes of its modules."""
+    return {kind_of(module) for _, module in walked(model)}
+
+
 def has_own_forwards(model: nn.Module) -> bool:
     """Whether somebody put a forward into a module inside."""
     return any("forward" in vars(module) for name, module in walked(model) if name)

@@ -23,6 +23,7 @@ from oracle.tiny_decoders import decoder, packed
 from processes import outputs_of, start_ranks
 
 from longspan import _admission, _model_inputs
+from longspan._sources import Sources
 from longspan.proof import prove
 
 
@@ -339,6 +340,56 @@ def test_a_forward_swapped_afterwards() -> None:
     mlp.forward = lambda x: x
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp' of .* is LlamaMLP with the forwar"):
         longspan.shard(packed([7]).batch, model=model)
+
+
+def _rolls(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 1)
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+#: Where somebody puts other code than was proved, by the name that messages have for it.
+PATCHED = {
+    "LlamaMLP.forward": ("LlamaMLP", "forward", _rolls),
+    "LlamaRMSNorm.__call__": ("LlamaRMSNorm", "__call__", _rolls),
+    "modeling_llama.rotate_half": (None, "rotate_half", _halves),
+}
+
+
+@pytest.mark.parametrize("patched", PATCHED)
+def test_other_code_behind_the_same_classes(patched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof holds for the code that ran in it."""
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    home, name, code = PATCHED[patched]
+    owner = module if home is None else getattr(module, home)
+    config = {"max_position_embeddings": 1024}
+    model = longspan.parallelize(decoder("llama", **config))
+    batch = packed([7]).batch
+    longspan.shard(batch, model=model)
+    with monkeypatch.context() as other:
+        other.setattr(owner, name, code, raising=name != "__call__")
+        message = rf"shard: \S*{patched}, which LlamaForCausalLM runs, is another than when the mod"
+        with pytest.raises(ValueError, match=message):
+            longspan.shard(batch, model=model)
+        if code is _rolls:
+            with pytest.raises(NotImplementedError, match="mixes tokens outside attention"):
+                longspan.parallelize(decoder("llama", **config))
+        else:  # another rotation, and tokens stay alone
+            longspan.parallelize(decoder("llama", **config))
+    longspan.shard(batch, model=model)
+    longspan.parallelize(decoder("llama", **config))
+
+
+def test_code_that_is_called_by_name_is_followed() -> None:
+    kinds = {type(module) for module in fresh().modules()}
+    found = {said.rpartition("transformers.")[2] for *_, said in Sources(kinds)._entries}
+    assert found >= {
+        "LlamaForCausalLM.forward", "LlamaAttention.forward", "Linear.forward",
+        "PreTrainedModel.loss_function", "models.llama.modeling_llama.apply_rotary_pos_emb",
+        "models.llama.modeling_llama.rotate_half", "masking_utils.find_packed_sequence_indices",
+    }  # fmt: skip
 
 
 def test_adapters_added_afterwards() -> None:
