@@ -152,8 +152,8 @@ def parts(_: pathlib.Path) -> list[Part]:
     transformers.logging.set_verbosity_error()
     return [
         layer_rows,
-        lambda: first_rows(1, 5),
-        lambda: first_rows(32, None),
+        lambda: first_rows(1, 5.0),
+        lambda: first_rows(32, 5.0),
         memory_rows,
     ]
 

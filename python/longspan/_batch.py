@@ -34,6 +34,7 @@ from longspan._model_batch import (
 from longspan._models import AUTO, Parallelized, WholeBatch, state_of
 from longspan._remarks import remark_on_labels
 from longspan._reporting import note_tokens
+from longspan._walking import still
 from longspan.comm import all_gather_tokens
 
 _SENTINEL = -1000
@@ -161,8 +162,9 @@ def shard(
         place = Place.in_group(state.group)
     with Agreement("shard", place.group, check_agreement) as agreement:
         if model is not None and state is not None:
-            _transformers.check_unchanged(state)
-            _transformers.check_batch(model, batch)
+            with still(model):
+                _transformers.check_unchanged(state)
+                _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         local = share(batch, place, agreement, state, reading, layout, form, multiple)
     if place.group is not None:

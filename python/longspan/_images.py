@@ -18,7 +18,7 @@ from longspan import _C
 from longspan._arguments import said
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch
-from longspan._walking import walked
+from longspan._walking import remembered, walked
 from longspan.comm import exchange_needed
 
 
@@ -74,6 +74,7 @@ def is_tower(module: nn.Module, name: str) -> bool:
     return eyes is not None and name in eyes.towers
 
 
+@remembered
 def beside_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module once, by name, but for towers and what is in them: those see whole
     pictures, and no tokens that could be cut."""

@@ -31,7 +31,7 @@ from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
-from longspan._walking import walked
+from longspan._walking import still, walked
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -548,16 +548,17 @@ def parallelize(
     check_wish(proof)
     check_flags("parallelize", check_steps=check_steps)
     tiles = Tiles.of(loss_tile, mlp_tile, offload)
-    with Agreement("parallelize", ranks) as agreement:
-        layers = _transformers.attention_layers(model)
-        state = Parallelized(ranks, strategy, layout, layers)
-        admitted = admit(model, ranks, proof, agreement)
-        state.proof = admitted.said
-        state.tiles = with_tails(model, proof, tiles, admitted)
-    state.first_position = _transformers.first_position(model)
-    set_up(model, state)
-    if check_steps and ranks.size() > 1:
-        guard(model)
+    with still(model):
+        with Agreement("parallelize", ranks) as agreement:
+            layers = _transformers.attention_layers(model)
+            state = Parallelized(ranks, strategy, layout, layers)
+            admitted = admit(model, ranks, proof, agreement)
+            state.proof = admitted.said
+            state.tiles = with_tails(model, proof, tiles, admitted)
+        state.first_position = _transformers.first_position(model)
+        set_up(model, state)
+        if check_steps and ranks.size() > 1:
+            guard(model)
     return model
 
 

@@ -151,9 +151,16 @@ def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
     inside = [
         module
         for _, module in walked(model)
-        if module is not model and (isinstance(module, kind) or hasattr(module, "generate"))
+        if module is not model and (isinstance(module, kind) or _generates(module))
     ]
     return [model, *inside]
+
+
+def _generates(module: torch.nn.Module) -> bool:
+    """As hasattr says, which takes long where modules look for what they do not have."""
+    if type(module).__getattr__ is torch.nn.Module.__getattr__:
+        return hasattr(type(module), "generate") or "generate" in vars(module)
+    return hasattr(module, "generate")
 
 
 def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:

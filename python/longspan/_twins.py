@@ -109,19 +109,30 @@ def is_adapter(module: nn.Module) -> bool:
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     """What a model consists of now, cheap enough for every batch. Adapters count here."""
     found: list[Any] = []
-    stack: list[nn.Module] = [model]
+    stack: list[nn.Module | None] = [model]
     while stack:
         module = stack.pop()
-        inner = _held(module)
-        if inner is not None:
-            stack.append(inner)
+        if module is None:
             continue
-        found.append(kind_of(module))
-        own = vars(module).get("forward")
-        if own is not None and module is not model:
-            found.append(id(own))
-        stack.extend(child for child in module._modules.values() if child is not None)
+        own = module.__dict__
+        children = own["_modules"]
+        outer: Any = type(module)
+        kind, held = _kind_and_held(outer)
+        if held is not None and held in children:
+            stack.append(children[held])
+            continue
+        found.append(kind)
+        if "forward" in own and module is not model:
+            found.append(id(own["forward"]))
+        if children:
+            stack.extend(children.values())
     return tuple(found)
+
+
+@functools.cache
+def _kind_and_held(kind: Any) -> tuple[Any, str | None]:
+    """The class of a module by its type, and what it holds if it is a wrapper."""
+    return _own_kind(kind), _WRAPPERS.get(kind.__name__)
 
 
 def kinds_in(model: nn.Module) -> set[type]:

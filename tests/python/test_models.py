@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import longspan
 from longspan import Group, Ownership, run_ranks
-from longspan._walking import walked
+from longspan._walking import remembered, still, walked
 from longspan.values import LocalBatch
 
 pytest.importorskip("transformers")
@@ -599,3 +600,32 @@ def test_walking_is_named_modules() -> None:
     assert list(walked(model)) == list(model.named_modules())
     inner = model["b"][1].model
     assert list(walked(model, {inner})) == list(model.named_modules(memo={inner}))
+
+
+def test_what_stands_still_is_gone_over_once() -> None:
+    """In this thread and while it lasts; then modules that came are seen."""
+    looked: list[torch.nn.Module] = []
+
+    @remembered
+    def names(model: torch.nn.Module) -> list[str]:
+        looked.append(model)
+        return [name for name, _ in model.named_modules()]
+
+    model, other = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.ReLU()
+    with still(model):
+        assert names(model) is names(model)
+        assert list(walked(model)) == list(model.named_modules())
+        assert list(walked(model[0])) == [("", model[0])]
+        with still(other), ThreadPoolExecutor(1) as thread:
+            assert names(other) is names(other)
+            names(model)
+            thread.submit(names, other).result()
+        assert names(model) is names(model)
+    assert looked == [model, other, model, other]
+    model.append(torch.nn.ReLU())
+    assert names(model) == ["", "0", "1"]
+    assert list(walked(model)) == list(model.named_modules())
+    with pytest.raises(KeyError), still(model):
+        raise KeyError
+    model.append(torch.nn.ReLU())
+    assert list(walked(model)) == list(model.named_modules())
