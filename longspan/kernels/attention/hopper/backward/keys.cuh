@@ -296,6 +296,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     store_sums<Plan::kType>(dk, Plan::kWithQueries ? 1.f : params.scale,
                             params.dk, record, key_head, key, lane);
     store_sums<Plan::kType>(dv, 1.f, params.dv, record, key_head, key, lane);
+    __syncwarp();  // all lanes have read the record
     arrive(small.record_free[at.slot]);
     at.advance();
   }

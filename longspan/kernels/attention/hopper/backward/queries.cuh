@@ -239,6 +239,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
     if (record.tiles > 0) arrive(small.query_free);
     store_sums<Plan::kType>(dq, params.scale, params.dq, record, record.head,
                             query, lane);
+    __syncwarp();  // all lanes have read the record
     arrive(small.record_free[at.slot]);
     at.advance();
   }

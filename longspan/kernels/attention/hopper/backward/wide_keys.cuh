@@ -103,6 +103,7 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
     store_sums<Plan::kType>(sums, group == 0 ? 1.f : params.scale,
                             group == 0 ? params.dv : params.dk, record,
                             key_head, key, lane);
+    __syncwarp();  // all lanes have read the record
     arrive(small.record_free[at.slot]);
     at.advance();
   }

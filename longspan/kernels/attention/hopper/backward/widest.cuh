@@ -318,6 +318,7 @@ __device__ __forceinline__ void derive_widest(
     } else {
       store(params.dq, params.scale, record.head);
     }
+    __syncwarp();  // all lanes have read the record
     arrive(small.record_free[at.slot]);
     at.advance();
   }
