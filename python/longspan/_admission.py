@@ -15,6 +15,7 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._lookups import check_lookup
 from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
@@ -112,6 +113,8 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     _compare(agreement, names, configs, wish)
     if wish is False:
         return Admitted(SKIPPED)
+    for part in found:
+        check_lookup(part)
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
     looked_at = [other for part, known in twins for other in look_at(part, known)]
     if looked_at:

@@ -20,6 +20,7 @@ from longspan._agreement import Agreement
 from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
 from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._lookups import rows_of
 from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
 from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
@@ -82,9 +83,9 @@ def ordinary_ids(model: Any) -> Tensor:
             if key.endswith(("_id", "_ids", "_index", "_idx")):
                 values = value if isinstance(value, (list, tuple)) else [value]
                 special |= {v for v in values if isinstance(v, int)}
-    table = model.get_input_embeddings()
-    size = int(getattr(table, "num_embeddings", 0) or table.weight.shape[0])
-    words = getattr(config.get_text_config(), "vocab_size", None) or size  # that have a logit
+    words = getattr(config.get_text_config(), "vocab_size", None)  # that have a logit
+    size = rows_of(model.get_input_embeddings()) or words or 1
+    words = words or size
     usual = [i for i in range(min(size, words, 4096)) if i not in special]
     return torch.tensor(usual or [0])
 
