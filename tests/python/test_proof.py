@@ -285,6 +285,7 @@ def test_embeddings_of_somebody_else_are_tried_with_every_id(training: bool) -> 
     with pytest.raises(NotImplementedError, match=message):
         longspan.parallelize(mixing)
     check_same(before, everything(mixing))
+    assert "(_Parts) looks at other tokens" in str(prove(mixing))
     longspan.parallelize(mixing, proof=False)
 
 
@@ -337,6 +338,11 @@ def test_what_is_around_a_model_of_transformers() -> None:
     assert "(Holder) holds" in str(prove(Holder(fresh())))
     longspan.parallelize(Holder(fresh()), proof=False)
     longspan.parallelize(torch.compile(fresh()))
+    dealing = nn.DataParallel(fresh())
+    longspan.parallelize(dealing)  # to one device, or none
+    longspan.restore(dealing).device_ids = [0, 1]
+    with pytest.raises(NotImplementedError, match=r"\(DataParallel\) deals the rows of a rank's"):
+        longspan.parallelize(dealing)
 
 
 # ---- What cannot be twinned.
