@@ -207,6 +207,25 @@ def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) 
             _check_loss(part)
 
 
+def describe(part: PreTrainedModel, ranks: int) -> str | None:
+    """What a router loss sends, in words; None where there is none that is understood."""
+    routers = _routers(part)
+    experts = getattr(part, "num_experts", None)
+    if not routers or not _makes_loss(part) or not isinstance(experts, int):
+        return None
+    try:
+        _check_loss(part)
+    except NotImplementedError:
+        return None
+    if _loss_function(part) is None:
+        return None
+    sent = (ranks - 1) * experts * torch.int64.itemsize
+    return (
+        f"router loss, with {ASKED}=True: counts of {experts} experts, of {len(routers)} layers "
+        f"together, are summed over ranks in forward, {sent} B from this one"
+    )
+
+
 def check_model(part: PreTrainedModel) -> None:
     """Refuses a family whose router loss is not the one that is made here."""
     if getattr(part.config, ASKED, False) and _makes_loss(part) and _routers(part):
