@@ -15,6 +15,7 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._lookups import check_lookup
 from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
@@ -180,6 +181,12 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
     for name, module in walked(model):
         if id(module) in inside:
             continue
+        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+            raise NotImplementedError(
+                f"parallelize: {f'{name!r} ' if name else ''}(DataParallel) deals the rows of a "
+                f"rank's share out to {len(module.device_ids)} GPUs, and attention is that of all "
+                f"its rows; start one process a GPU, and wrap in DistributedDataParallel"
+            )
         home = type(module).__module__.split(".")[0]
         if home not in ("torch", "peft", "accelerate"):
             held = kind_of(found[0]).__name__
@@ -191,10 +198,12 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
 
 
 def look_at(part: Any, known: Known) -> list[Part]:
-    """Isolation and order on the model itself, where it has modules that its twin does not
-    have; returns those. Under fully_shard every rank takes part."""
+    """Its input embeddings where they are somebody's, and isolation and order on the model itself
+    where it has modules that its twin does not have; returns those. Under fully_shard every rank
+    takes part."""
     from longspan import _proving
 
+    check_lookup(part)
     others = known.strangers
     if not others:
         return []

@@ -117,6 +117,7 @@ class Explanation:
     layers: tuple[LayerCost, ...]
     proof: str = ""  #: what let the model in; "" where it is not parallelized yet
     tiled: tuple[str, ...] = ()  #: what is made in parts (docs/memory.md), and what is not
+    routers: tuple[str, ...] = ()  #: what losses of routers would send, beside the layers
     #: Over all ranks; None for one, and where work goes by heads.
     balance: Balance | None = None
     device: str = ""  #: whose memory was asked for
@@ -132,6 +133,7 @@ class Explanation:
             "layers": [cost.to_json() for cost in self.layers],
             "proof": self.proof,
             "tiled": list(self.tiled),
+            "routers": list(self.routers),
             "balance": None if self.balance is None else self.balance.to_json(),
             "device": self.device,
             "memory": None if self.memory is None else asdict(self.memory),
@@ -171,7 +173,7 @@ class Explanation:
 
     def _remarks(self) -> list[str]:
         last = [f"let in: {self.proof}"] if self.proof else []
-        last += self.tiled
+        last += [*self.tiled, *self.routers]
         if self.balance is not None:
             last.append(str(self.balance))
         if self.no_memory:
@@ -272,7 +274,13 @@ def explain(
     if nowhere:
         costs = tuple(replace(cost, kernel=f"on this CPU {cost.kernel}") for cost in costs)
     said = Explanation(
-        cut.rank, cut.ranks, cut.local_tokens, costs, state.proof, tuple(state.tiled)
+        cut.rank,
+        cut.ranks,
+        cut.local_tokens,
+        costs,
+        state.proof,
+        tuple(state.tiled),
+        _transformers.losses_of_routers(model, cut.ranks),
     )
     if cut.ranks > 1 and not state.strategy.name.startswith("head_parallel"):
         said = replace(said, balance=_balance(cut, given, state.layers))

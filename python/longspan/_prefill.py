@@ -80,6 +80,15 @@ def _check(part: Any, model: torch.nn.Module, state: Any, batch: Mapping[str, An
             f"model with whole weights"
         )
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    for key, value in batch.items():
+        if isinstance(value, (torch.Tensor, list, tuple)) and _adds(
+            key, value, mask, state.first_position
+        ):
+            raise ValueError(
+                f"prefill: `{key}` would go unheard, since a row is one prompt that begins at "
+                f"position 0, read by its ids; leave it out, or let one rank read the prompt, "
+                f"inside `with longspan.paused(model):`"
+            )
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
         raise ValueError("prefill: expected `input_ids` [rows, tokens] of two tokens or more")
     if isinstance(mask, torch.Tensor) and (
@@ -89,3 +98,20 @@ def _check(part: Any, model: torch.nn.Module, state: Any, batch: Mapping[str, An
             "prefill: `attention_mask` has pads behind tokens, where decoding would go on; pad on "
             "the left"
         )
+
+
+def _adds(key: str, value: Any, mask: Any, first: int) -> bool:
+    """Whether an entry of a batch says more than its ids and their pads do."""
+    if key in ("input_ids", "attention_mask", "labels"):
+        return False
+    if key == "token_type_ids":
+        return bool(torch.as_tensor(value).ne(0).any())
+    if key != "position_ids" or not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return True
+    real = torch.ones_like(value).bool()
+    if isinstance(mask, torch.Tensor):
+        real = mask.ne(0).to(value.device)
+    if value.shape != real.shape:
+        return True
+    counted = (real.cumsum(1) - 1)[real]
+    return not any(value[real].long().equal(counted + begin) for begin in (0, first))

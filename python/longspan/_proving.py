@@ -20,9 +20,11 @@ from longspan._agreement import Agreement
 from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
 from longspan._local_batch import KEYWORD, LocalBatch
+from longspan._lookups import rows_of
 from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
 from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
+from longspan._routers import ASKED, loss_of_routers
 from longspan._strategy import Strategy
 from longspan._tiles import CannotTile, Tail, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
@@ -82,9 +84,9 @@ def ordinary_ids(model: Any) -> Tensor:
             if key.endswith(("_id", "_ids", "_index", "_idx")):
                 values = value if isinstance(value, (list, tuple)) else [value]
                 special |= {v for v in values if isinstance(v, int)}
-    table = model.get_input_embeddings()
-    size = int(getattr(table, "num_embeddings", 0) or table.weight.shape[0])
-    words = getattr(config.get_text_config(), "vocab_size", None) or size  # that have a logit
+    words = getattr(config.get_text_config(), "vocab_size", None)  # that have a logit
+    size = rows_of(model.get_input_embeddings()) or words or 1
+    words = words or size
     usual = [i for i in range(min(size, words, 4096)) if i not in special]
     return torch.tensor(usual or [0])
 
@@ -380,7 +382,7 @@ def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
         rows = _rows(mine, out)
         loss = _loss(rows.flatten(0, 1), wanted.flatten(), count)
         loss.backward()  # type: ignore[no-untyped-call]
-        said = float(out.loss.detach()) if learns else None
+        said = float((out.loss - loss_of_routers(mine, out)).detach()) if learns else None
         return float(loss.detach()), said, rows[0].detach(), _gradients(mine)
 
     found = _run(ranks, body, twin)
@@ -394,9 +396,7 @@ def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
 
 
 def _learns(twin: Any) -> bool:
-    """Whether it gives the mean loss of the next tokens, and nothing beside it."""
-    if getattr(twin.config, "output_router_logits", False):
-        return False
+    """Whether it gives the mean loss of the next tokens, beside that of routers."""
     try:
         check_batch(twin, {"labels": ()})
     except NotImplementedError:
@@ -492,7 +492,7 @@ def show_tail(twin: Any) -> Tail:
     of the model's own. CannotTile where it has not."""
     name = type(twin).__name__
     if not _learns(twin):
-        raise CannotTile(f"{name} gives no mean loss of the next tokens alone")
+        raise CannotTile(f"{name} gives no mean loss of the next tokens")
     ids = _ids(twin, TOKENS, 8)
     targets = ids.roll(-1, 1)
     targets[:, -1] = -100
@@ -514,6 +514,8 @@ def _own_loss(twin: Any, ids: Tensor, targets: Tensor, tail: Tail | None) -> _An
     if tail is not None:
         tile_loss(mine, tail, TOKENS // 3, state_of("parallelize", mine))
     local = _share(mine, {"input_ids": ids, "shift_labels": targets})
+    if getattr(twin.config, ASKED, False):
+        local[ASKED] = False  # their loss is made outside of tiles
     loss = mine(**local).loss
     loss.backward()
     return _Answer(float(loss.detach()), torch.zeros(1), _gradients(mine), float(loss.detach()))

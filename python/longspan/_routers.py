@@ -29,7 +29,8 @@ from longspan.comm import all_gather_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ASKED = "output_router_logits"
+#: What a call or a configuration asks for them by.
+ASKED = "output_router_logits"
 #: Where an answer keeps the experts that were chosen, for `expert_counts`.
 _CHOSEN = "_longspan_experts"
 
@@ -113,13 +114,13 @@ def redirect(part: PreTrainedModel, state: Parallelized) -> None:
     @functools.wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         local = options.get(KEYWORD)
-        asked = options.get(_ASKED)
-        wanted = getattr(part.config, _ASKED, False) if asked is None else asked
+        asked = options.get(ASKED)
+        wanted = getattr(part.config, ASKED, False) if asked is None else asked
         if part.training and isinstance(local, LocalAttention):
             check_jitter(type(part).__name__, part)
         if not wanted or not isinstance(local, LocalAttention):
             return original(*arguments, **options)
-        options[_ASKED] = False
+        options[ASKED] = False
         with _watched(routers) as seen:
             out = original(*arguments, **options)
         return _completed(part, out, seen, local)
@@ -151,7 +152,7 @@ def _completed(part: Any, out: Any, seen: _Seen, local: LocalAttention) -> Any:
     name = type(part).__name__
     if isinstance(out, tuple):
         raise ValueError(
-            f"{name}: {_ASKED} with return_dict=False; leave return_dict out, so that the answer "
+            f"{name}: {ASKED} with return_dict=False; leave return_dict out, so that the answer "
             f"has names"
         )
     _check_gradients(name, part, seen)
@@ -160,7 +161,6 @@ def _completed(part: Any, out: Any, seen: _Seen, local: LocalAttention) -> Any:
         vars(out)[_CHOSEN] = tuple(seen.chosen)
     if _loss_function(part) is None:
         return out
-    known = "router_aux_loss_coef" if hasattr(part, "router_aux_loss_coef") else "aux_loss_coef"
     loss = balance_loss(
         seen.logits,
         part.num_experts_per_tok,
@@ -170,8 +170,15 @@ def _completed(part: Any, out: Any, seen: _Seen, local: LocalAttention) -> Any:
     )
     out.aux_loss = loss
     if out.loss is not None:
-        out.loss = out.loss + getattr(part, known) * loss.to(out.loss.device)
+        out.loss = out.loss + loss_of_routers(part, out).to(out.loss.device)
     return out
+
+
+def loss_of_routers(part: Any, out: Any) -> Tensor:
+    """What the routers add to the loss of an answer."""
+    known = "router_aux_loss_coef" if hasattr(part, "router_aux_loss_coef") else "aux_loss_coef"
+    loss = getattr(out, "aux_loss", None)
+    return torch.zeros(()) if loss is None else getattr(part, known) * loss
 
 
 def _check_gradients(name: str, part: nn.Module, seen: _Seen) -> None:
@@ -181,29 +188,47 @@ def _check_gradients(name: str, part: nn.Module, seen: _Seen) -> None:
     if learns and not seen.logits[0].requires_grad:
         raise ValueError(
             f"{name}: router logits carry no gradient, so the router loss would train nothing; "
-            f"checkpoint with use_reentrant=False, or set {_ASKED} to False"
+            f"checkpoint with use_reentrant=False, or set {ASKED} to False"
         )
 
 
 def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) -> None:
     """What a batch asks of routers, and what cannot be answered."""
-    asked = batch.get(_ASKED)
+    asked = batch.get(ASKED)
     for part in parts:
         if model.training:
             check_jitter("shard", part)
-        wanted = getattr(part.config, _ASKED, False) if asked is None else asked
+        wanted = getattr(part.config, ASKED, False) if asked is None else asked
         if wanted and _makes_loss(part):
             if not _routers(part):
                 raise ValueError(
-                    f"shard: {_ASKED} is set, but {type(part).__name__} has no experts; leave it "
-                    f"out"
+                    f"shard: {ASKED} is set, but {type(part).__name__} has no experts; leave it out"
                 )
             _check_loss(part)
 
 
+def describe(part: PreTrainedModel, ranks: int) -> str | None:
+    """What a router loss sends, in words; None where there is none that is understood."""
+    routers = _routers(part)
+    experts = getattr(part, "num_experts", None)
+    if not routers or not _makes_loss(part) or not isinstance(experts, int):
+        return None
+    try:
+        _check_loss(part)
+    except NotImplementedError:
+        return None
+    if _loss_function(part) is None:
+        return None
+    sent = (ranks - 1) * experts * torch.int64.itemsize
+    return (
+        f"router loss, with {ASKED}=True: counts of {experts} experts, of {len(routers)} layers "
+        f"together, are summed over ranks in forward, {sent} B from this one"
+    )
+
+
 def check_model(part: PreTrainedModel) -> None:
     """Refuses a family whose router loss is not the one that is made here."""
-    if getattr(part.config, _ASKED, False) and _makes_loss(part) and _routers(part):
+    if getattr(part.config, ASKED, False) and _makes_loss(part) and _routers(part):
         _check_loss(part)
 
 
@@ -261,7 +286,7 @@ def _check_loss(part: PreTrainedModel) -> None:
     if not known or not hasattr(part, "num_experts_per_tok") or not _is_balance_loss(function):
         raise NotImplementedError(
             f"{type(part).__name__} has a router loss of its own, which is not understood; set "
-            f"{_ASKED} to False"
+            f"{ASKED} to False"
         )
 
 

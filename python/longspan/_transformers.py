@@ -303,6 +303,12 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
             )
 
 
+def losses_of_routers(model: torch.nn.Module, ranks: int) -> tuple[str, ...]:
+    """What those of its models send, in words."""
+    said = (_routers.describe(part, ranks) for part in _pretrained(model))
+    return tuple(text for text in said if text is not None)
+
+
 def has_loss(part: torch.nn.Module) -> bool:
     """Whether it makes a loss: a decoder without a head makes none."""
     name = type(part).__name__

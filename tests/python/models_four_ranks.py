@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import longspan
 from longspan import Group
+from longspan._twins import kind_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -117,6 +118,26 @@ compiled = layers_sharded(longspan.parallelize(decoder("llama"), cp), mesh)
 for layer in compiled.model.layers:
     layer.compile(backend="aot_eager")
 check("llama fsdp compiled", compiled, truth("llama"), step(compiled, compiled))
+# Restored inside of a wrapper it is the plain model, and may be parallelized again.
+for family in ("llama", "deepseek_v4"):
+    plain, true = decoder(family), truth(family)
+    ids, classes = CASES[0].ids, [type(module) for module in plain.modules()]
+    expected = plain(input_ids=ids).logits
+    for kind in ("fsdp", "ddp"):
+        inner = longspan.parallelize(decoder(family), cp)
+        if kind == "fsdp":
+            model, prefix = layers_sharded(inner, mesh), ""
+        else:
+            model, prefix = DistributedDataParallel(inner, find_unused_parameters=True), "module."
+        step(model, inner)
+        model.zero_grad()
+        longspan.restore(model)
+        assert model(input_ids=ids).logits.equal(expected), (family, kind)
+        assert [kind_of(module) for module in inner.modules()] == classes
+        assert not any("forward" in vars(module) for module in inner.modules())
+        longspan.parallelize(model, cp)
+        named = {prefix + name: gradient for name, gradient in true.items()}
+        check(f"{family} {kind} restored", model, named, step(model, inner))
 # A checkpoint of a parallelized model, read by one that is not, cut otherwise.
 for family in ("glm_moe_dsa", "deepseek_v4"):
     place = [tempfile.mkdtemp() if world.rank() == 0 else ""]

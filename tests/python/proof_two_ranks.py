@@ -57,4 +57,29 @@ for layer in plain.model.layers:
 fully_shard(plain, mesh=mesh["cp"])
 longspan.shard({"input_ids": torch.arange(16)[None]}, world, model=plain)
 print("sharded afterwards", flush=True)
+
+
+class Doubled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(ids)
+
+
+class Running(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).cumsum(1)
+
+
+def embedded_by(kind: type[nn.Embedding]) -> Any:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.set_input_embeddings(kind(61, 32))
+    return fully_shard(model, mesh=mesh["cp"])
+
+
+model = longspan.parallelize(embedded_by(Doubled), world)
+model(**longspan.shard({"input_ids": torch.arange(16)[None]}, world, model=model))
+try:
+    longspan.parallelize(embedded_by(Running), world)
+except NotImplementedError as error:
+    assert "'model.embed_tokens' (" in str(error), error
+    print("embeddings", flush=True)
 torch.distributed.destroy_process_group()

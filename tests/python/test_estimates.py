@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -20,8 +22,9 @@ from allocations import peak_of_step
 from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
 from oracle.whole_models import parts_of
 from processes import silent_two_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+BENCH = pathlib.Path(__file__).parents[2] / "bench"
 LENGTHS = [700, 200, 124]
 SIZES = {
     "hidden_size": 256,
@@ -80,6 +83,36 @@ def test_the_peak_is_that_of_the_allocator(case: str) -> None:
     batch = {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([LENGTHS])}
     real = peak_of_step(model, longspan.shard(batch, model=model))
     assert said.memory.peak - said.memory.weights == pytest.approx(real, rel=0.1)
+
+
+def kept_peaks() -> dict[tuple[int, str], float]:
+    """GiB over the weights that bench/long_step.py measured on one H200, by tokens and way."""
+    page = (BENCH / "results" / "long-step_h200_2026-11-16.md").read_text()
+    rows = re.findall(r"^\| (\d+) tokens, (.+?) \| equal \| ([\d.]+) GiB", page, re.MULTILINE)
+    return {(int(tokens), way): float(peak) for tokens, way, peak in rows}
+
+
+@pytest.mark.parametrize(("tokens", "way"), kept_peaks())
+def test_the_peak_is_that_of_an_h200(
+    tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kept in bench/results, to 3 %, as docs/memory.md says."""
+    monkeypatch.syspath_prepend(BENCH)
+    bench = importlib.import_module("long_step")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**bench.CONFIG)).bfloat16().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    said = longspan.explain(model, tokens, device="h200", optimizer="sgd", **bench.WAYS[way])
+    assert said.memory is not None, said.no_memory
+    peak = (said.memory.peak - said.memory.weights) / 2**30
+    if way == "whole":  # when it was measured, the answer and its bfloat16 logits were kept
+        peak += tokens * bench.CONFIG["vocab_size"] * 2 / 2**30
+    assert peak == pytest.approx(kept_peaks()[tokens, way], rel=0.03)
+
+
+def test_seven_peaks_of_an_h200_are_kept() -> None:
+    """That of 131072 tokens with whole logits did not fit."""
+    assert len(kept_peaks()) == 7
 
 
 @pytest.mark.slow

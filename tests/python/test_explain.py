@@ -38,6 +38,28 @@ def test_bytes_are_those_that_travel(family: str, strategy: str, ranks: int) -> 
     run_ranks(ranks, body)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_bytes_of_a_router_loss_are_said(family: str) -> None:
+    def body(group: Group) -> tuple[str, ...]:
+        model = longspan.parallelize(decoder(family, torch.float32), group)
+        asked = {"output_router_logits": True, **packed(*ROWS).batch}
+        said = longspan.explain(model, asked, group)
+        local = longspan.shard(asked, group, model=model)
+        before = group.sent_bytes
+        model(**local)
+        beside = group.sent_bytes - before - sum(cost.sent_forward for cost in said.layers)
+        assert said.routers[0] in str(said) and f", {beside} B from this one" in said.routers[0]
+        return said.routers
+
+    for said in run_ranks(3, body):
+        assert said == (
+            "router loss, with output_router_logits=True: counts of 4 experts, of 2 layers "
+            "together, are summed over ranks in forward, 64 B from this one",
+        )
+    for other in ("llama", "glm_moe_dsa"):  # no experts; and a bias, no loss
+        assert longspan.explain(decoder(other), packed([7]).batch).routers == ()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_there(family: str) -> None:
     model = decoder(family, torch.float32)

@@ -78,7 +78,7 @@ def test_embeddings_in_place_of_ids(family: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
 @pytest.mark.parametrize("case", ["rows", "left"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
 def test_every_layout(family: str, case: str, layout: str) -> None:
     check(over_ranks(family, case, 3, layout=layout), answer(family, case))
     check(over_ranks(family, case, 2, cut={"layout": layout}), answer(family, case))

@@ -108,6 +108,12 @@ def test_every_layout(family: str, layout: str) -> None:
     exact(over_ranks(family, "left", 2, layout=layout), answer(family, "left"))
 
 
+@pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_of_four_ranks(family: str, layout: str) -> None:
+    exact(over_ranks(family, "short", 4, layout=layout), answer(family, "short"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_uneven_ownership_cuts_images(family: str) -> None:
     uneven = Ownership.of_sizes([3, 1, 19])

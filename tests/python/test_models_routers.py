@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from typing import Any
 
@@ -62,21 +63,25 @@ def one_rank(family: str, case: str) -> tuple[Answer, Tensor]:
     return Answer(total.item(), gradients_of(model), tuple(logits)), chosen
 
 
-def over_ranks(family: str, case: str, ranks: int, how: str) -> tuple[Answer, list[Tensor]]:
-    """`how` the router loss is asked for."""
+def over_ranks(
+    family: str, case: str, ranks: int, how: str, **options: Any
+) -> tuple[Answer, list[Tensor]]:
+    """`how` the router loss is asked for. Where the loss is made in tiles there are no logits."""
     whole, model = CASES[case](), experts(family)
     if how == "before":
         model.config.output_router_logits = True
 
-    def body(group: Group) -> tuple[float, dict[str, Tensor], Tensor, Tensor]:
-        mine = longspan.parallelize(copy.deepcopy(model), group)
+    def body(group: Group) -> tuple[float, dict[str, Tensor], Any, Tensor]:
+        mine = longspan.parallelize(copy.deepcopy(model), group, **options)
         batch = dict(whole.batch) | ({"output_router_logits": True} if how == "batch" else {})
         if how == "after":
             mine.config.output_router_logits = True
         local = longspan.shard(batch, group, model=mine)
         out = mine(**local)
         out.loss.backward()
-        logits = longspan.unshard(out.logits.detach(), local)
+        tiled = options.get("loss_tile") is not None
+        assert (out.logits is None) == tiled
+        logits = None if tiled else longspan.unshard(out.logits.detach(), local)
         counts = longspan.expert_counts(out, local)
         return out.loss.item(), gradients_of(mine), logits, counts
 
@@ -84,8 +89,9 @@ def over_ranks(family: str, case: str, ranks: int, how: str) -> tuple[Answer, li
     gradients = {
         name: sum(r[1].get(name, torch.zeros(())) for r in results) for name in results[0][1]
     }
-    rows = tuple(results[0][2][d.row, d.begin : d.end] for d in whole.documents)
-    answer = Answer(sum(r[0] for r in results), gradients, rows)
+    logits = results[0][2]
+    rows = () if logits is None else [logits[d.row, d.begin : d.end] for d in whole.documents]
+    answer = Answer(sum(r[0] for r in results), gradients, tuple(rows))
     return answer, [r[3] for r in results]
 
 
@@ -105,6 +111,22 @@ def test_router_losses_are_those_of_the_whole_batch(family: str, case: str, rank
 def test_it_may_be_asked_for_in_the_configuration(how: str) -> None:
     true, _ = one_rank("mixtral", "rows")
     check(over_ranks("mixtral", "rows", 2, how)[0], true)
+
+
+@pytest.mark.parametrize("how", ["batch", "before", "after"])
+def test_it_is_added_to_a_loss_in_tiles(how: str) -> None:
+    true, counts = one_rank("mixtral", "rows")
+    ours, counted = over_ranks("mixtral", "rows", 3, how, loss_tile=5)
+    check(ours, dataclasses.replace(true, logits=()))
+    assert all(mine.equal(counts) for mine in counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v4"])
+def test_it_is_added_to_a_loss_in_tiles_of(family: str) -> None:
+    true, _ = one_rank(family, "left")
+    ours, _ = over_ranks(family, "left", 2, "before", loss_tile=5)
+    check(ours, dataclasses.replace(true, logits=()), TOLERANCE.get(family, 3e-6))
 
 
 def test_it_is_not_asked_for_by_default() -> None:

@@ -33,6 +33,8 @@ def test_replicas_of_two_ranks_equal_one_rank() -> None:
     assert "llama fsdp compiled" in lines
     for family in ("glm_moe_dsa", "deepseek_v4"):
         assert f"{family} checkpoint" in lines
+    for family in ("llama", "deepseek_v4"):
+        assert f"{family} fsdp restored" in lines and f"{family} ddp restored" in lines
 
 
 def over(ranks: int, *options: str) -> list[dict[str, float]]:

@@ -84,10 +84,19 @@ COMPILED: dict[str, dict[str, Any]] = {
     },
     "glm_moe_dsa": {"mlp_layer_types": ["dense"] * 3},
     "deepseek_v32": {"num_hidden_layers": 1},  # the first is dense
+    "axk2": {"num_hidden_layers": 1},
+    "hy_v4": {"num_hidden_layers": 1, "indexer_types": ["full"], "mlp_layer_types": ["dense"]},
 }
 
 
-@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize(
+    "family",
+    # 7 s of graphs each; the last two have layers like those before.
+    [
+        pytest.param(family, marks=[pytest.mark.deep] * (family in ("axk2", "hy_v4")))
+        for family in COMPILED
+    ],
+)
 def test_one_graph_for_changing_lengths(family: str) -> None:
     model = longspan.parallelize(decoder(family, torch.float32, **COMPILED[family]))
     graphs = Graphs("aot_eager")
@@ -146,7 +155,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "glm_moe_dsa", "deepseek_v32", *POOLING])
+@pytest.mark.parametrize("family", [*FAMILIES, *SELECTING, *POOLING])
 def test_autocast(family: str) -> None:
     """As far from float64 as one rank is under autocast, with each document alone."""
     case = packed([4, 9, 1, 11])
@@ -163,6 +172,24 @@ def test_autocast(family: str) -> None:
         return loss.item(), gradients_of(model)
 
     losses, gradients = zip(*run_ranks(2, body), strict=True)
+    check_as_exact(losses, gradients, true, plain)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SELECTING, *POOLING])
+def test_bfloat16_is_as_exact_as_one_rank(family: str) -> None:
+    """As far from float64 as one rank is with each document alone, all in bfloat16. Of so many
+    tokens that no single choice of an expert or a key, which rounding turns, decides."""
+    case = packed([57, 30])
+    true = answer_of(decoder(family), case)
+    plain = answer_of(decoder(family, torch.bfloat16), case)
+
+    def body(group: Group) -> tuple[float, dict[str, Tensor]]:
+        model = longspan.parallelize(decoder(family, torch.bfloat16), group)
+        loss = model(**longspan.shard(case.batch, group, model=model)).loss
+        loss.backward()
+        return loss.item(), gradients_of(model)
+
+    losses, gradients = zip(*run_ranks(3, body), strict=True)
     check_as_exact(losses, gradients, true, plain)
 
 

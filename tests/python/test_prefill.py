@@ -72,3 +72,21 @@ def test_what_cannot_be_decoded_is_refused() -> None:
             NotImplementedError, match=r"prefill: .* keeps more, or less, than keys"
         ):
             longspan.hf.prefill(model, {"input_ids": PROMPT})
+
+
+def test_what_would_go_unheard_is_refused() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    rows = torch.arange(23).expand(2, 23)
+    behind = (PADDED.cumsum(1) - 1).clamp(min=0)
+    padded = {"input_ids": PROMPT, "attention_mask": PADDED}
+    plain = {"input_ids": PROMPT, "labels": PROMPT, "token_type_ids": torch.zeros_like(PROMPT)}
+    for batch in (plain | {"position_ids": rows}, padded | {"position_ids": behind}):
+        assert longspan.hf.prefill(model, batch).get_seq_length() == 22
+    documents = {"seq_lens": torch.tensor([[10, 13]] * 2)}
+    for more in ({"position_ids": rows % 10}, {"position_ids": rows + 1}, documents):
+        with pytest.raises(ValueError, match=f"prefill: `{next(iter(more))}` would go unheard"):
+            longspan.hf.prefill(model, plain | more)
+    with pytest.raises(ValueError, match="prefill: `position_ids` would go unheard"):
+        longspan.hf.prefill(model, padded | {"position_ids": rows})
+    with pytest.raises(ValueError, match="prefill: `token_type_ids` would go unheard"):
+        longspan.hf.prefill(model, plain | {"token_type_ids": torch.ones_like(PROMPT)})

@@ -239,6 +239,66 @@ def test_a_swap_without_weights_is_refused() -> None:
         longspan.parallelize(model)
 
 
+class _Doubled(nn.Embedding):
+    """One id at a time."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(ids)
+
+
+class _Parts(_Doubled):
+    """Tokens behind the one that begins a part are told so; 37 random ids have it rarely."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + (ids == 4500).cumsum(-1).unsqueeze(-1)
+
+
+class _Pairs(nn.Module):
+    """Looks pairs of ids up, and has no table of single ones."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, channels)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.rows((ids + 3 * ids.roll(1, -1)) % 7)
+        return found
+
+
+def embedded_by(embeddings: nn.Module) -> Any:
+    model = decoder("llama", torch.float32, vocab_size=5000)
+    model.set_input_embeddings(embeddings)
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_embeddings_of_somebody_else_are_tried_with_every_id(training: bool) -> None:
+    model = embedded_by(_Doubled(5000, 32)).train(training)
+    longspan.parallelize(model)
+    assert model.model.embed_tokens.training == training
+    mixing = embedded_by(_Parts(5000, 32))
+    before = everything(mixing)
+    message = (
+        r"parallelize: 'model.embed_tokens' \(_Parts\) looks at other tokens: .*; make the "
+        r"embeddings of the whole batch before `shard` and give them as `inputs_embeds`"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(mixing)
+    check_same(before, everything(mixing))
+    assert "(_Parts) looks at other tokens" in str(prove(mixing))
+    longspan.parallelize(mixing, proof=False)
+
+
+def test_embeddings_that_are_no_table_are_refused() -> None:
+    message = r"'model.embed_tokens' \(_Pairs\) embeds tokens and has no table of ids"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(embedded_by(_Pairs(32)))
+    with torch.device("meta"):
+        unborn = embedded_by(_Doubled(5000, 32))
+    with pytest.raises(NotImplementedError, match=r"\(_Doubled\) .*on the meta device"):
+        longspan.parallelize(unborn)
+
+
 def test_adapters_are_known() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
@@ -255,7 +315,9 @@ def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     for output in outputs:
         lines = output.splitlines()
-        assert all(name in lines for name in ("harmless", "named", "sharded afterwards"))
+        assert all(
+            name in lines for name in ("harmless", "named", "sharded afterwards", "embeddings")
+        )
 
 
 class Holder(nn.Module):
@@ -276,6 +338,11 @@ def test_what_is_around_a_model_of_transformers() -> None:
     assert "(Holder) holds" in str(prove(Holder(fresh())))
     longspan.parallelize(Holder(fresh()), proof=False)
     longspan.parallelize(torch.compile(fresh()))
+    dealing = nn.DataParallel(fresh())
+    longspan.parallelize(dealing)  # to one device, or none
+    longspan.restore(dealing).device_ids = [0, 1]
+    with pytest.raises(NotImplementedError, match=r"\(DataParallel\) deals the rows of a rank's"):
+        longspan.parallelize(dealing)
 
 
 # ---- What cannot be twinned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import trainer_cases as cases
+from accelerate.state import AcceleratorState
 from oracle.tiny_decoders import packed
 from transformers import Trainer
+
+from longspan import _replicas
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +223,75 @@ class TestRefusals:
             NotImplementedError, match=f"^TrainerMixin: .*{words}|^TrainerMixin: {words}"
         ):
             self.made(folder=tmp_path, **options)
+
+    @pytest.mark.parametrize(
+        ("found", "words"),
+        [
+            ({"is_deepspeed_enabled": True}, "deepspeed, whose engine sums gradients by itself"),
+            (
+                {"fsdp_plugin": types.SimpleNamespace(fsdp_version=1)},
+                "version 1 of FSDP, whose flat parameters hide the gradients; use version 2",
+            ),
+            (
+                {"parallelism_config": types.SimpleNamespace(tp_size=1, cp_size=4, sp_size=2)},
+                "ParallelismConfig with cp_size, sp_size; leave that to `group`",
+            ),
+            (
+                {"_n_gpu": 2},
+                r"several GPUs in one process \(DataParallel\); start one process a GPU",
+            ),
+            ({"use_liger_kernel": True}, "use_liger_kernel, which replaces forwards that were"),
+        ],
+    )
+    def test_what_accelerate_found(
+        self, found: Any, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Most want GPUs, processes or packages; here the trainer is told that they are there."""
+        ((name, value),) = found.items()
+
+        class Told(Trainer):  # type: ignore[misc]
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                if name == "is_deepspeed_enabled":
+                    self.is_deepspeed_enabled = value
+                elif name in ("_n_gpu", "use_liger_kernel"):
+                    monkeypatch.setattr(self.args, name, value)
+                else:
+                    monkeypatch.setitem(AcceleratorState._shared_state, name, value)
+
+        with pytest.raises(
+            NotImplementedError, match=f"^TrainerMixin: the arguments ask for {words}"
+        ):
+            self.made(longspan.hf.trainer(Told), folder=tmp_path)
+
+    def test_a_model_that_takes_no_count(self, tmp_path: pathlib.Path) -> None:
+        model = cases.llama()
+        model.accepts_loss_kwargs = False
+        message = (
+            r"^TrainerMixin: LlamaForCausalLM takes no num_items_in_batch \(accepts_loss_kwargs is "
+            r"False\), so its loss would be that of a rank's share"
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            self.made(model=model, folder=tmp_path)
+
+    @pytest.mark.parametrize("groups", [[[0], [1, 2], [1, 2]], [[0, 1], [0, 1], [1, 2]]])
+    def test_groups_that_are_no_replicas(
+        self, groups: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As rank 0 of three hears it."""
+
+        def gather(every: list[Any], mine: list[int]) -> None:
+            assert mine == groups[0]
+            every[:] = groups
+
+        world = types.SimpleNamespace(
+            is_initialized=lambda: True, get_world_size=lambda: 3, all_gather_object=gather
+        )
+        monkeypatch.setattr(_replicas, "dist", world)
+        monkeypatch.setattr(_replicas, "world_ranks", lambda _: frozenset(groups[0]))
+        message = r"expected every one of the 3 ranks in one group, all of one size"
+        with pytest.raises(ValueError, match=rf"^TrainerMixin: the groups of the .*; {message}"):
+            _replicas.Replicas.around("TrainerMixin", longspan.Group.solo())
 
     def test_a_loss_that_nobody_knows(self, tmp_path: pathlib.Path) -> None:
         class Preferences(Trainer):  # type: ignore[misc]

@@ -58,7 +58,8 @@ def test_replicas_of_two_ranks_train_as_one_process(
 
 
 def test_losses_of_whole_sequences_are_refused() -> None:
-    for kind in (trl.DPOTrainer, trl.RewardTrainer):
+    kinds = (trl.DPOTrainer, trl.GRPOTrainer, trl.KTOTrainer, trl.RLOOTrainer, trl.RewardTrainer)
+    for kind in kinds:
         with pytest.raises(NotImplementedError, match=rf"compute_loss of {kind.__name__} \(trl"):
             longspan.hf.trainer(kind)(model=None)
 

@@ -28,7 +28,31 @@ def tokenizer() -> Any:
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=_TALK,
+    )
+
+
+#: What the assistant says learns.
+_TALK = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% endgeneration %} "
+    "{% else %}{{ message['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def talks(count: int = 16) -> Any:
+    """Conversations of two turns each."""
+    turns = [(one["prompt"], one["completion"]) for one in rows(2 * count)]
+    messages = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said.strip()}]
+        for asked, said in turns
+    ]
+    return datasets.Dataset.from_list(
+        [{"messages": messages[2 * at] + messages[2 * at + 1]} for at in range(count)]
     )
 
 
@@ -54,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padding free": {"padding_free": True, "max_length": None},
     "packed": {"packing": True, "max_length": 24, "eval_packing": False},
     "dft": {"loss_type": "dft"},
+    "assistant only": {"assistant_only_loss": True, "gradient_accumulation_steps": 2},
     "smoothed": {"label_smoothing_factor": 0.2},
     "adapters": {},
 }
@@ -70,11 +95,12 @@ def run(name: str, kind: Any, folder: pathlib.Path, replicas: int = 1) -> dict[s
         "per_device_eval_batch_size": ROWS // replicas,
         "learning_rate": 0.1,
     }
+    data = talks if name == "assistant only" else rows
     trainer = kind(
         model=adapted() if name == "adapters" else llama(),
         args=trl.SFTConfig(**(usual | CASES[name])),
-        train_dataset=rows(),
-        eval_dataset=rows(8),
+        train_dataset=data(),
+        eval_dataset=data(8),
         processing_class=tokenizer(),
     )
     trainer.train()

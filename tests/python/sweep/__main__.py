@@ -32,8 +32,9 @@ right-padded batches, are those of each document alone, to the largest differenc
 (relative to the largest value of the tensor, float64; many families compute norms, rotary tables or
 routers in float32; families with scans, which are float32 throughout, were made to compute in
 float64). *refused* means that `parallelize` raises the message. *not made* means
-that transformers itself does not build or run the family from its own defaults, on a CPU
-and with nothing but `input_ids`.
+that transformers itself does not build or run the family from its own defaults, on a CPU,
+with nothing but `input_ids` and the packages that were installed (gemma3n wants PIL and timm for
+its tower; its text decoder, gemma3n_text, needs neither).
 
 """
 
