@@ -31,6 +31,14 @@ def _say(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=5)
 
 
+def looks_again(state: Any, what: str) -> bool:
+    """Whether a call is among the first; compiled code does not count."""
+    if torch.compiler.is_compiling() or state.remarks[what] >= _LOOKS:
+        return False
+    state.remarks[what] += 1
+    return True
+
+
 # ---- Labels.
 
 

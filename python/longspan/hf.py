@@ -32,6 +32,7 @@ from longspan._model_batch import (
     documents_of_seq_idx,
     with_targets,
 )
+from longspan._model_inputs import check_divisor
 from longspan._models import find_state, parallelize
 from longspan._prefill import prefill
 from longspan._randomness import seed_ranks
@@ -317,6 +318,8 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
         if num_items_in_batch is None:
             num_items_in_batch = inputs.get("num_items_in_batch")
             excess *= replicas.count
+        if num_items_in_batch is not None:
+            check_divisor(_WHO, num_items_in_batch)
         tokens = getattr(self, "_total_train_tokens", None)
         answer = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
         loss, outputs = answer if return_outputs else (answer, None)

@@ -220,6 +220,13 @@ class TestRefusals:
         ):
             self.made(folder=tmp_path, **options)
 
+    def test_a_count_of_no_targets(self, tmp_path: pathlib.Path) -> None:
+        made, batch = self.made(folder=tmp_path), cases.padded([cases.Rows()[0], cases.Rows()[3]])
+        for count in (0, torch.tensor(-4)):
+            with pytest.raises(ValueError, match="TrainerMixin: `num_items_in_batch` is"):
+                made.compute_loss(made.model, batch, num_items_in_batch=count)
+        assert made.compute_loss(made.model, batch, num_items_in_batch=torch.tensor(4)).isfinite()
+
     def test_a_loss_that_nobody_knows(self, tmp_path: pathlib.Path) -> None:
         class Preferences(Trainer):  # type: ignore[misc]
             def compute_loss(self, *arguments: Any, **others: Any) -> Any:
