@@ -67,6 +67,8 @@ def _answer(given: argparse.Namespace) -> str:
         raise Refusal("give --tokens 1M or --documents 4096,512, one of them")
     texts = [given.tokens] if given.documents is None else given.documents.split(",")
     lengths = [number(text) for text in texts]
+    if given.offload is not None and not given.checkpointing:
+        raise Refusal(f"--offload {given.offload} moves what --checkpointing keeps; give both")
     progress("longspan estimate", "making the model without weights")
     model = _model(given.model, _DTYPES[given.dtype])
     if given.checkpointing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,6 @@ from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in
 from longspan._model_batch import check_group
 from longspan._models import (
-    AUTO,
     AttentionLayer,
     Groups,
     Parallelized,
@@ -37,10 +37,11 @@ from longspan._models import (
     Selection,
     check_layout,
     find_state,
+    parallelize,
 )
 from longspan._strategy import Strategy
 from longspan._tables import aligned, html_table
-from longspan._tiles import Tiles
+from longspan._tiles import Tiles, check_offload
 
 #: Of lengths in place of a batch; more are a slip in a number.
 _MOST_TOKENS = 1 << 28
@@ -184,6 +185,16 @@ class Explanation:
         return last
 
 
+class _Unsaid:
+    """An option that nobody gave: as the model has it, or as `parallelize` has it by default."""
+
+    def __repr__(self) -> str:
+        return "as it is"
+
+
+_UNSAID = _Unsaid()
+
+
 def explain(
     model: torch.nn.Module,
     batch: Mapping[str, Any] | Sequence[int] | int,
@@ -192,14 +203,14 @@ def explain(
     ranks: int | None = None,
     rank: int | None = None,
     device: str | None = None,
-    strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = AUTO,
+    strategy: str | Strategy | _Unsaid = _UNSAID,
+    layout: str | _C.Ownership | _Unsaid = _UNSAID,
     dtype: torch.dtype | None = None,
     optimizer: str = "adamw",
     shards: int = 1,
-    loss_tile: str | int | None = "auto",
-    mlp_tile: int | None = None,
-    offload: str | None = None,
+    loss_tile: str | int | _Unsaid | None = _UNSAID,
+    mlp_tile: int | _Unsaid | None = _UNSAID,
+    offload: str | _Unsaid | None = _UNSAID,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
@@ -215,8 +226,10 @@ def explain(
     `device` ("h200", "h100", "a100", "b200", "cpu") asks for the memory of a training step too,
     by part and at its peak: the model's own code runs on the meta device, with activation
     checkpointing where that is on. `optimizer` ("adamw", "momentum", "sgd") says what is kept
-    for a parameter, and `shards` over how many ranks fully_shard spreads all that. `loss_tile`,
-    `mlp_tile` and `offload` are those of `parallelize`, for a model that it was not called on.
+    for a parameter, and `shards` over how many ranks fully_shard spreads all that.
+
+    `strategy`, `layout`, `loss_tile`, `mlp_tile` and `offload` are those of `parallelize`, for a
+    model that it was not called on. One that it was called on has them; others are refused.
     """
     check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
     if dtype is not None:
@@ -225,20 +238,33 @@ def explain(
         check_choice("explain", "device", device, (*DEVICES, "cpu"))
     check_choice("explain", "optimizer", optimizer, tuple(OPTIMIZERS))
     check_whole("explain", "shards", shards, 1)
-    with speaking_as("explain", "parallelize"):
-        tiles = Tiles.of(loss_tile, mlp_tile, offload)
     place = _place(group, ranks, rank)
     state = find_state(model)
     parallelized = state is not None
+    over = ranks_of(group) if state is None else state.group
+    said_of = {
+        "strategy": strategy,
+        "layout": layout,
+        "loss_tile": loss_tile,
+        "mlp_tile": mlp_tile,
+        "offload": offload,
+    }
+    wish = _Wish.of(said_of, state, over.size() if place is None else place.ranks)
     if state is None:
-        over = ranks_of(group)
-        check_layout("explain", layout, over.size() if place is None else place.ranks)
         layers = _transformers.attention_layers(model)
-        state = Parallelized(over, Strategy.of(strategy), layout, layers)
+        state = Parallelized(over, wish.strategy, wish.layout, layers)
     else:
         check_group("explain", state, group)
+    if wish.tiles.offload is not None and (device is not None or not parallelized):
+        for part in _transformers.whole_models(model):
+            check_offload("explain", part)
     given: Any = _of_lengths(batch)
     if isinstance(given, LocalBatch):
+        if layout is not _UNSAID and not parallelized:
+            raise ValueError(
+                "explain: the batch was cut by shard, so `layout` would go unheard; leave it out, "
+                "or give the batch as it was before"
+            )
         if place is not None:
             raise ValueError(
                 "explain: the batch was cut by shard for its rank; leave `ranks` and `rank` out, "
@@ -279,7 +305,7 @@ def explain(
     if device is None:
         return said
     try:
-        tiles = state.tiles if parallelized else with_tails(model, "auto", tiles)
+        tiles = state.tiles if parallelized else with_tails(model, "auto", wish.tiles)
         wishes = Wishes(state.strategy, dtype, optimizer, shards, tiles, device == "cpu")
         memory = estimate(model, local, state.layers, wishes)
     except Exception as error:  # the code of others, without values
@@ -288,6 +314,56 @@ def explain(
         )
         return replace(said, device=device, no_memory=why)
     return replace(said, device=device, memory=memory)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What `parallelize` was told, or would be."""
+
+    strategy: Strategy
+    layout: str | _C.Ownership
+    tiles: Tiles
+
+    @staticmethod
+    def of(given: Mapping[str, Any], state: Parallelized | None, ranks: int) -> _Wish:
+        """From the options of `explain`, where a parallelized model has its own."""
+        has = _options_of(state)
+        asked = {name: value for name, value in given.items() if value is not _UNSAID}
+        every = has | asked
+        with speaking_as("explain", "Strategy", "parallelize"):
+            every["strategy"] = Strategy.of(every["strategy"])
+            tiles = Tiles.of(every["loss_tile"], every["mlp_tile"], every["offload"])
+        if "layout" in asked:
+            check_layout("explain", every["layout"], ranks)
+        for name in asked if state is not None else ():
+            if every[name] != has[name]:
+                raise ValueError(
+                    f"explain: the model was parallelized with {name}={_word(has[name])}, so "
+                    f"{name}={_word(every[name])} would go unheard; leave it out, or call "
+                    f"longspan.restore(model) first"
+                )
+        return _Wish(every["strategy"], every["layout"], tiles)
+
+
+def _options_of(state: Parallelized | None) -> dict[str, Any]:
+    """What a model was parallelized with; else the defaults of `parallelize`."""
+    if state is None:
+        named = inspect.signature(parallelize).parameters
+        options = ("strategy", "layout", "loss_tile", "mlp_tile", "offload")
+        return {name: named[name].default for name in options}
+    tiles = state.tiles or Tiles()
+    return {
+        "strategy": state.strategy,
+        "layout": state.layout,
+        "loss_tile": tiles.loss,
+        "mlp_tile": tiles.mlp,
+        "offload": tiles.offload,
+    }
+
+
+def _word(value: Any) -> str:
+    plain = isinstance(value, Strategy) and value == Strategy(value.name)
+    return repr(value.name if plain else value)
 
 
 def _place(group: Any, ranks: int | None, rank: int | None) -> Place | None:

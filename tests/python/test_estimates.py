@@ -273,6 +273,10 @@ def test_the_command_says_the_same(
         (["--tokens", "1M"], "the following arguments are required: --model"),
         (["--model", "nowhere"], "give --tokens 1M or --documents 4096,512, one of them"),
         (
+            ["--model", "nowhere", "--tokens", "1M", "--offload", "hidden"],
+            "--offload hidden moves what --checkpointing keeps; give both",
+        ),
+        (
             ["--model", "nowhere", "--tokens", "many"],
             "'many' is no number of tokens; expected such as 4096, 8k or 1M",
         ),
