@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from longspan._arguments import (
     speaking_as,
     whole_numbers,
 )
+from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
@@ -85,6 +87,8 @@ class Balance:
     work: tuple[int, ...]  #: of each rank: pairs of a query and a key, of all heads and layers
     pads: float  #: for one real token
     others: dict[str, tuple[float, float]]  #: heaviest rank and pads of other layouts
+    #: Which heads a team cannot share evenly, in words; "" where there are none.
+    uneven: str = ""
 
     @property
     def heaviest(self) -> float:
@@ -100,6 +104,7 @@ class Balance:
             f"balance of {self.layout}: the heaviest rank ({most}) has {self.heaviest:.2f} x the "
             f"mean, {100 * self.pads:.1f} % pads"
         )
+        text += f"; {self.uneven}" if self.uneven else ""
         if self.others:
             best = min(self.others, key=lambda name: self.others[name])
             heaviest, pads = self.others[best]
@@ -118,7 +123,7 @@ class Explanation:
     layers: tuple[LayerCost, ...]
     proof: str = ""  #: what let the model in; "" where it is not parallelized yet
     tiled: tuple[str, ...] = ()  #: what is made in parts (docs/memory.md), and what is not
-    #: Over all ranks; None for one, and where work goes by heads.
+    #: Over all ranks; None for one.
     balance: Balance | None = None
     device: str = ""  #: whose memory was asked for
     memory: Memory | None = None
@@ -300,8 +305,8 @@ def explain(
     said = Explanation(
         cut.rank, cut.ranks, cut.local_tokens, costs, state.proof, tuple(state.tiled)
     )
-    if cut.ranks > 1 and not state.strategy.name.startswith("head_parallel"):
-        said = replace(said, balance=_balance(cut, given, state.layers))
+    if cut.ranks > 1:
+        said = replace(said, balance=_balance(cut, given, state))
     if device is None:
         return said
     try:
@@ -395,11 +400,12 @@ def _of_lengths(batch: Any) -> Any:
     return {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([lengths])}
 
 
-def _balance(cut: _C.Cut, batch: Any, layers: Sequence[AttentionLayer]) -> Balance:
+def _balance(cut: _C.Cut, batch: Any, state: Parallelized) -> Balance:
     if isinstance(batch, LocalBatch):
         rows = _rows_of(cut)
     else:
         rows, _ = Reading(who="explain").rows_of(batch)
+    dealt = _dealt(state, cut.ranks)
     others: dict[str, tuple[float, float]] = {}
     mine = "an Ownership"
     for named in _C.named_layouts():
@@ -407,9 +413,59 @@ def _balance(cut: _C.Cut, batch: Any, layers: Sequence[AttentionLayer]) -> Balan
         if owners == cut.ownership and packed.form == cut.form:
             mine = named.name
             continue
-        work = _work(packed.packings, owners, layers)
+        work = _work(packed.packings, owners, dealt)
         others[named.name] = _heaviest(work), _pads(packed.packings)
-    return Balance(mine, _work(cut.packings, cut.ownership, layers), _pads(cut.packings), others)
+    work = _work(cut.packings, cut.ownership, dealt)
+    return Balance(mine, work, _pads(cut.packings), others, _uneven(dealt))
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """The heads of a layer, as the members of each team of ranks compute them."""
+
+    window: int | None
+    ratio: int  #: of tokens to keys
+    heads: tuple[int, ...]
+
+
+def _dealt(state: Parallelized, ranks: int) -> Counter[_Dealt]:
+    """How often each comes. Selected keys are as many as slots, and pools as many as tokens
+    before have made; teams are for other layers."""
+    found: Counter[_Dealt] = Counter()
+    for layer in state.layers:
+        window = layer.window if layer.selects is None else layer.selects.slots
+        if layer.recurrence is not None:
+            window = 1  # as much for every token
+        alone = (layer.selects, layer.pools, layer.recurrence) != (None, None, None)
+        team = 1 if alone else _team(state.strategy, ranks, layer.key_heads)
+        found[_Dealt(window, 1, _shares(layer.heads, team))] += 1
+        if layer.pools is not None and layer.pools.ratio is not None:
+            ratio, selects = layer.pools.ratio, layer.pools.selects
+            seen = None if selects is None else selects.slots * ratio
+            found[_Dealt(seen, ratio, (layer.heads,))] += 1
+    return found
+
+
+def _team(strategy: Strategy, ranks: int, key_heads: int) -> int:
+    """Ranks that share heads, as a plan has it, whatever the tokens."""
+    one_each = _C.Ownership.contiguous(ranks, ranks)
+    return plan(one_each, strategy=strategy, key_heads=key_heads).strategy.head_ranks or 1
+
+
+def _shares(heads: int, members: int) -> tuple[int, ...]:
+    """Heads of each member: runs that differ by one at most, with the borders of the plan."""
+    borders = [heads * before // members for before in range(members + 1)]
+    return tuple(end - begin for begin, end in pairwise(borders))
+
+
+def _uneven(dealt: Counter[_Dealt]) -> str:
+    """Which heads their team cannot share evenly."""
+    found = dict.fromkeys(one.heads for one in dealt if min(one.heads) != max(one.heads))
+    said = (
+        f"{sum(heads)} heads over teams of {len(heads)} ranks are {min(heads)} or {max(heads)} each"
+        for heads in found
+    )
+    return ", ".join(said)
 
 
 def _rows_of(cut: _C.Cut) -> _C.RowBatch:
@@ -427,26 +483,20 @@ def _pads(packings: Sequence[_C.Packing]) -> float:
 
 
 def _work(
-    packings: Sequence[_C.Packing], owners: _C.Ownership, layers: Sequence[AttentionLayer]
+    packings: Sequence[_C.Packing], owners: _C.Ownership, dealt: Counter[_Dealt]
 ) -> tuple[int, ...]:
-    """Pairs of every rank, of all heads and layers. Selected keys are as many as slots, and
-    pools as many as tokens before have made."""
-    heads: Counter[tuple[int | None, int]] = Counter()
-    for layer in layers:
-        window = layer.window if layer.selects is None else layer.selects.slots
-        if layer.recurrence is not None:
-            window = 1  # as much for every token
-        heads[window, 1] += layer.heads
-        if layer.pools is not None and layer.pools.ratio is not None:
-            ratio, selects = layer.pools.ratio, layer.pools.selects
-            heads[None if selects is None else selects.slots * ratio, ratio] += layer.heads
+    """Pairs of every rank, of all heads and layers. A team has the queries of all members."""
     totals = [0] * owners.ranks
-    for (window, ratio), count in heads.items():
+    for one, layers in dealt.items():
+        team = len(one.heads)
         for packing in packings:
-            causal = window is None
-            mask = _C.Mask.causal(packing) if causal else _C.Mask.sliding(packing, window or 1)
-            for rank, work in enumerate(_C.work_per_rank(mask, owners)):
-                totals[rank] += count * work.pairs // ratio
+            causal = one.window is None
+            mask = _C.Mask.causal(packing) if causal else _C.Mask.sliding(packing, one.window or 1)
+            pairs = [work.pairs for work in _C.work_per_rank(mask, owners)]
+            for rank in range(owners.ranks):
+                member = rank % team
+                queries = sum(pairs[rank - member : rank - member + team])
+                totals[rank] += layers * one.heads[member] * queries // one.ratio
     return tuple(totals)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import Group, _estimating, _families, run_ranks
+from longspan import Group, _estimating, _explaining, _families, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -22,6 +23,7 @@ from oracle.whole_models import parts_of
 from processes import silent_two_ranks
 from transformers import AutoModelForCausalLM
 
+PROGRAM = os.environ.get("LONGSPAN_CLI", "")
 LENGTHS = [700, 200, 124]
 SIZES = {
     "hidden_size": 256,
@@ -188,8 +190,47 @@ def test_balance_is_that_of_all_ranks() -> None:
     assert set(said.balance.others) | {said.balance.layout} == {
         layout.name for layout in longspan.values.named_layouts()
     }
-    assert longspan.explain(model, LENGTHS, ranks=3, strategy="head_parallel").balance is None
     assert longspan.explain(model, LENGTHS).balance is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "heads", "key_heads", "shares"),
+    [
+        ("head_parallel", 4, 10, 5, (2, 3, 2, 3)),
+        ("head_parallel", 4, 2, 1, (0, 1, 0, 1)),
+        ("head_parallel", 2, 4, 2, (2, 2)),
+        (longspan.Strategy("head_parallel_ring", head_ranks=2), 4, 3, 1, (1, 2, 1, 2)),
+    ],
+)
+def test_balance_of_heads_is_that_of_the_plan(
+    strategy: Any, ranks: int, heads: int, key_heads: int, shares: tuple[int, ...]
+) -> None:
+    """Members of a team have all its queries, for their heads."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": 8}
+    model = decoder("llama", torch.float32, hidden_size=8 * heads, **sizes)
+
+    def explained(rank: int) -> Any:
+        return longspan.explain(model, LENGTHS, ranks=ranks, rank=rank, strategy=strategy)
+
+    balance = explained(0).balance
+    every = (explained(rank).layers for rank in range(ranks))
+    pairs = [sum(cost.pairs for cost in layers) for layers in every]
+    assert list(balance.work) == [p * h for p, h in zip(pairs, shares, strict=True)]
+    assert bool(balance.uneven) == (min(shares) != max(shares))
+    if balance.uneven:
+        assert f"; {heads} heads over teams of" in str(balance)
+    else:
+        assert balance.heaviest == 1.0
+
+
+@pytest.mark.skipif(not PROGRAM, reason="LONGSPAN_CLI names no program")
+@pytest.mark.parametrize("heads", [1, 3, 10, 12, 31])
+def test_heads_are_dealt_as_the_program_says(heads: int) -> None:
+    options = ["--tokens", "16", "--ranks", "4", "--strategy", "head-parallel", "--format", "json"]
+    command = [PROGRAM, "plan", *options, "--heads", str(heads), "--key-heads", "1"]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    ranks = told["panels"][0]["ranks"]
+    assert tuple(rank["heads"] for rank in ranks) == _explaining._shares(heads, 4)
 
 
 @pytest.mark.parametrize(
