@@ -28,7 +28,7 @@ from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
-from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in
+from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in, learns
 from longspan._model_batch import check_group
 from longspan._models import (
     AttentionLayer,
@@ -309,6 +309,9 @@ def explain(
         said = replace(said, balance=_balance(cut, given, state))
     if device is None:
         return said
+    if not learns(model, local):
+        why = f"nothing in {type(model).__name__} learns: no parameter requires a gradient"
+        return replace(said, device=device, no_memory=why)
     try:
         tiles = state.tiles if parallelized else with_tails(model, "auto", wish.tiles)
         wishes = Wishes(state.strategy, dtype, optimizer, shards, tiles, device == "cpu")

@@ -17,7 +17,7 @@ from longspan import Group, _estimating, _explaining, _families, run_ranks
 
 pytest.importorskip("transformers")
 
-from allocations import peak_of_step
+from allocations import peak_of, peak_of_step
 from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
 from oracle.whole_models import parts_of
 from processes import silent_two_ranks
@@ -97,6 +97,40 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
         assert first[:3] == second[:3]
         ratios = sorted(float(one[3]) for one in (first, second))
         assert 0.9 <= ratios[0] <= 1.1 and ratios[1] <= 1.3, (first, second)
+
+
+def test_a_decoder_without_a_head_has_no_loss() -> None:
+    model = longspan.parallelize(wider("llama", torch.float32).model)
+    said = longspan.explain(model, LENGTHS, device="cpu", optimizer="sgd")
+    assert said.memory is not None, said.no_memory
+    assert said.memory.loss == 0
+    ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    local = longspan.shard({"input_ids": ids, "seq_lens": torch.tensor([LENGTHS])}, model=model)
+
+    def step() -> None:
+        model(**local).last_hidden_state.sum().backward()
+        model.zero_grad()
+
+    step()
+    assert said.memory.peak - said.memory.weights == pytest.approx(peak_of(step), rel=0.1)
+
+
+def test_a_head_that_learns_alone_has_a_loss() -> None:
+    model = wider("llama", torch.float32, vocab_size=5000).requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    said = longspan.explain(model, 1024, device="cpu", loss_tile=None)
+    assert said.memory is not None, said.no_memory
+    assert said.memory.gradients == 5000 * 256 * 4
+    assert 2 <= said.memory.loss / (1024 * 5000 * 4) <= 4.5
+
+
+def test_what_learns_nothing_has_no_step() -> None:
+    model = wider("llama", torch.float32).requires_grad_(False)
+    said = longspan.explain(model, LENGTHS, device="cpu")
+    assert said.memory is None and said.fits is None
+    assert "memory: not known, since nothing in LlamaForCausalLM learns: no param" in str(said)
+    model.model.norm.weight.requires_grad_(True)
+    assert longspan.explain(model, LENGTHS, device="cpu").memory is not None
 
 
 def test_parts_are_what_they_say() -> None:
