@@ -19,7 +19,9 @@ from longspan._arguments import (
     check_choice,
     check_kind,
     check_whole,
+    is_dense,
     is_whole,
+    said,
     speaking_as,
     whole_numbers,
 )
@@ -202,7 +204,7 @@ _UNSAID = _Unsaid()
 
 def explain(
     model: torch.nn.Module,
-    batch: Mapping[str, Any] | Sequence[int] | int,
+    batch: Mapping[str, Any] | Sequence[int] | torch.Tensor | int,
     group: Any = None,
     *,
     ranks: int | None = None,
@@ -220,13 +222,13 @@ def explain(
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
 
-    `batch` is what a collator gives, what `shard` made of it, or the lengths of the documents
-    of one row: [4096, 512, 512], or 1_000_000. A model that is not parallelized yet is explained
-    as `parallelize` would set it up with `group`, `strategy` and `layout`. With `ranks`, of
-    which `rank` is asked for (0), no group is needed, and the model may be on the meta device.
-    `dtype` is what layers will compute in where a wrapper casts (FSDP2's policy); by default
-    autocast's, or the parameters'. Of a model on the meta device the kernel is the one that
-    this CPU would run.
+    `batch` is what a collator gives, what `shard` made of it, or the lengths of the documents of
+    one row: [4096, 512, 512], also as a tensor, or 1_000_000. A model that is not parallelized yet
+    is explained as `parallelize` would set it up with `group`, `strategy` and `layout`. With
+    `ranks`, of which `rank` is asked for (0), no group is needed, and the model may be on the meta
+    device. `dtype` is what layers will compute in where a wrapper casts (FSDP2's policy); by
+    default autocast's, or the parameters'. Of a model on the meta device the kernel is the one
+    that this CPU would run.
 
     `device` ("h200", "h100", "a100", "b200", "cpu") asks for the memory of a training step too,
     by part and at its peak: the model's own code runs on the meta device, with activation
@@ -387,6 +389,14 @@ def _place(group: Any, ranks: int | None, rank: int | None) -> Place | None:
 
 def _of_lengths(batch: Any) -> Any:
     """A batch of one row with documents of these lengths, where lengths came."""
+    if isinstance(batch, torch.Tensor):
+        whole = is_dense(batch) and not (batch.is_floating_point() or batch.is_complex())
+        if not whole or batch.is_meta or batch.dim() > 1:
+            raise TypeError(
+                f"explain: `batch` is {said(batch)} of {batch.dim()} axes; expected a batch as a "
+                f"mapping, or lengths of documents: whole numbers, in a tensor along one axis"
+            )
+        batch = batch.tolist()
     if is_whole(batch):
         batch = [batch]
     if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -176,7 +178,10 @@ def _gigabytes(count: int) -> str:
 
 
 def _wants_lines() -> bool:
-    if os.environ.get("LONGSPAN_LOG", "off") != "info":
+    asked = os.environ.get("LONGSPAN_LOG", "").strip().lower()
+    if asked not in ("", "off", "info"):
+        _say_what_is_known(os.environ["LONGSPAN_LOG"])
+    if asked != "info":
         return False
     if not _log.handlers:
         handler = logging.StreamHandler()
@@ -184,3 +189,13 @@ def _wants_lines() -> bool:
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
     return True
+
+
+@functools.cache
+def _say_what_is_known(asked: str) -> None:
+    """Once for each word."""
+    warnings.warn(
+        f"longspan: LONGSPAN_LOG is '{asked}'; known are `info`, a line after each step of rank 0, "
+        f"and `off`",
+        stacklevel=5,
+    )

@@ -310,6 +310,14 @@ def test_what_lengths_may_be() -> None:
         longspan.explain(model, [])
     with pytest.raises(TypeError, match="explain: `batch` holds a str; expected whole numbers"):
         longspan.explain(model, ["a"])
+    as_list = str(longspan.explain(model, [40, 24]))
+    assert str(longspan.explain(model, torch.tensor([40, 24]))) == as_list
+    assert str(longspan.explain(model, torch.tensor(64))) == str(longspan.explain(model, 64))
+    for none in (torch.tensor([[40, 24]]), torch.tensor([4.0]), torch.eye(2).long().to_sparse()):
+        with pytest.raises(TypeError, match=r"explain: `batch` is an? .* tensor of . axes; expect"):
+            longspan.explain(model, none)
+    with pytest.raises(ValueError, match="explain: `batch` is 0; expected 1 to 268435456"):
+        longspan.explain(model, torch.tensor([3, 0]))
     local = longspan.shard(packed([16, 8]).batch, rank=0, ranks=2)
     with pytest.raises(ValueError, match="explain: the batch was cut by shard for its rank"):
         longspan.explain(model, local, ranks=2)
