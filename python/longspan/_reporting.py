@@ -95,8 +95,8 @@ _groups: dict[tuple[str, int], _Open] = {}
 
 def report(group: Any = None, *, step_peaks: bool | None = None) -> Report:
     """What the last 256 steps of this rank took. A step ends with `sum_gradients`; tokens are
-    those that `shard` cut for the group. With LONGSPAN_LOG=info in the environment rank 0 writes
-    a line to standard error after each.
+    those that `shard` cut for the group since the step before, evaluation included. With
+    LONGSPAN_LOG=info in the environment rank 0 writes a line to standard error after each.
 
     There is one peak of memory for all who ask torch (or the system, without a GPU), and only a
     step that raises it shows its own. ``step_peaks=True`` begins a new one with every step from

@@ -264,6 +264,17 @@ def test_another_word_for_lines_is_said_once(
     ]
 
 
+def test_tokens_of_an_evaluation_are_in_the_step_after() -> None:
+    def body(group: Group) -> list[int]:
+        batch = {"input_ids": torch.zeros(1, 40, dtype=torch.int64)}
+        steps(group, 1)
+        longspan.shard(batch, group)
+        steps(group, 2)
+        return [step.tokens for step in longspan.report(group).steps]
+
+    assert run_ranks(2, body) == [[64, 104, 64]] * 2
+
+
 def test_nothing_was_cut() -> None:
     def body(group: Group) -> int:
         return len(longspan.report(group).steps)
