@@ -32,7 +32,7 @@ from longspan._model_batch import (
     with_targets,
 )
 from longspan._models import AUTO, Parallelized, WholeBatch, state_of
-from longspan._remarks import remark_on_labels
+from longspan._remarks import remark_on_labels, remark_on_shifting
 from longspan._reporting import note_tokens
 from longspan._walking import still
 from longspan.comm import all_gather_tokens
@@ -167,6 +167,8 @@ def shard(
                 _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         local = share(batch, place, agreement, state, reading, layout, form, multiple)
+    if shift_labels and place.rank == 0:
+        remark_on_shifting("shard", batch)
     if place.group is not None:
         note_tokens(place.group, local.cut)
     return local
@@ -197,6 +199,8 @@ def shard_chunks(
         check_whole(who, "num_chunks", num_chunks)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead, who)
         rows, others = reading.rows_of(batch)
+        if shift_labels and place.rank == 0:
+            remark_on_shifting(who, batch)
         with speaking_as(who, "chunks"):
             parts = _C.chunks(rows, num_chunks)
         return [

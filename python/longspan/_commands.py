@@ -9,10 +9,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from longspan import _C
+from longspan._arguments import as_text
+from longspan._models import AUTO
+from longspan._strategy import Strategy
 
 #: Exit statuses.
 DONE, WRONG, BAD_USAGE, REFUSED = 0, 1, 2, 3
@@ -27,6 +32,65 @@ class Refusal(Exception):
 class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Refusal(message)
+
+
+#: Names elsewhere, where no list of ours is asked for them.
+_ELSEWHERE = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def add_strategy(parser: Arguments) -> None:
+    names = Strategy.names()
+    add_word(parser, "--strategy", names, default="ring", asked=Strategy.of)
+
+
+def add_layout(parser: Arguments) -> None:
+    names = [AUTO, *(layout.name for layout in _C.named_layouts())]
+    add_word(parser, "--layout", names, AUTO, asked=lambda name: _C.layout_named("", name))
+
+
+def add_word(
+    parser: Arguments,
+    flag: str,
+    names: Sequence[str],
+    default: str | None = None,
+    help: str | None = None,
+    asked: Callable[[str], Any] | None = None,
+) -> None:
+    """An option that is one of some names. Of others the refusal has the nearest; who is `asked`
+    for one raises with what papers and other libraries call it."""
+
+    def read(text: str) -> str:
+        if text in names:
+            return text
+        near = _meant(text, names, asked)
+        hint = f"; did you mean {near}?" if near else ""
+        raise Refusal(f"{flag} is '{text}'; expected {', '.join(names)}{hint}")
+
+    said = f"default: {default}" if help is None else help
+    parser.add_argument(flag, default=default, choices=tuple(names), type=read, help=said)
+
+
+def _meant(text: str, names: Sequence[str], asked: Callable[[str], Any] | None) -> str | None:
+    small = text.lower()
+    for name in (text, small.replace("zig-zag", "zigzag").replace("zig_zag", "zigzag")):
+        try:
+            if asked is not None:
+                asked(as_text(name))
+        except ValueError as error:
+            found = re.search(r"; did you mean (.*)\?$", str(error))
+            if found is not None:
+                return found[1]
+    if _ELSEWHERE.get(small) in names:
+        return _ELSEWHERE[small]
+    return next(iter(difflib.get_close_matches(small, names, 1)), None)
 
 
 def number(text: str, least: int = 0) -> int:

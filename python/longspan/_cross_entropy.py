@@ -59,6 +59,10 @@ def linear_cross_entropy(
     them then: backward only multiplies. "none" gives every token's loss a gradient of its
     own, so backward makes the logits again. Every rank has the whole vocabulary; it is not
     sharded over a group.
+
+    "mean" divides by the labels of this call that are not ignored, NaN where there are none, as
+    torch's does. Of a share of a batch take the "sum", and the mean over the ranks from
+    ``reduce_loss(found.loss, (labels != ignore_index).sum(), group)``.
     """
     who = "linear_cross_entropy"
     check_tensors(who, hidden=hidden, weight=weight, labels=labels)
@@ -83,7 +87,7 @@ def linear_cross_entropy(
     if labels.dtype not in (torch.int64, torch.int32):
         raise wrong(who, "labels", labels, "int64")
     given = (
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden.reshape(labels.numel(), hidden.shape[-1]),
         weight,
         labels.reshape(-1).long(),
         bias,

@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
-from longspan import _C
-from longspan._commands import Arguments, Refusal, number, progress
+from longspan._commands import (
+    Arguments,
+    Refusal,
+    add_layout,
+    add_strategy,
+    add_word,
+    number,
+    progress,
+)
 from longspan._explaining import explain
 from longspan._memory import DEVICES, OPTIMIZERS
-from longspan._models import AUTO
 from longspan._printing import printed
-from longspan._strategy import Strategy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +42,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    layouts = [AUTO, *(layout.name for layout in _C.named_layouts())]
     parser = Arguments(
         prog="longspan estimate",
         description="What a training step of a model will compute, send and keep in memory.",
@@ -48,14 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--documents", metavar="N,N", help="documents of one row instead, by their lengths")
     add("--ranks", type=int, default=1, metavar="N", help="ranks that hold the sequence")
     add("--rank", type=int, default=0, metavar="N", help="the one that is asked for")
-    add("--device", default="h200", choices=(*DEVICES, "cpu"), help="default: h200")
-    add("--strategy", default="ring", choices=Strategy.names(), help="default: ring")
-    add("--layout", default=AUTO, choices=layouts, help="default: auto")
-    add("--dtype", default="bfloat16", choices=tuple(_DTYPES), help="default: bfloat16")
-    add("--optimizer", default="adamw", choices=tuple(OPTIMIZERS), help="default: adamw")
+    add_word(parser, "--device", (*DEVICES, "cpu"), "h200")
+    add_strategy(parser)
+    add_layout(parser)
+    add_word(parser, "--dtype", tuple(_DTYPES), "bfloat16")
+    add_word(parser, "--optimizer", tuple(OPTIMIZERS), "adamw")
     add("--shards", type=int, default=1, metavar="N", help="ranks of fully_shard (FSDP2)")
     add("--mlp-tile", type=int, metavar="N", help="tokens in a feed-forward module at a time")
-    add("--offload", choices=("hidden",), help="layer inputs wait on the host")
+    add_word(parser, "--offload", ("hidden",), help="layer inputs wait on the host")
     add("--whole-logits", action="store_true", help="the loss is not made in tiles")
     add("--checkpointing", action="store_true", help="activations are made again in backward")
     add("--json", action="store_true", help="for machines")
@@ -67,6 +71,8 @@ def _answer(given: argparse.Namespace) -> str:
         raise Refusal("give --tokens 1M or --documents 4096,512, one of them")
     texts = [given.tokens] if given.documents is None else given.documents.split(",")
     lengths = [number(text) for text in texts]
+    if given.offload is not None and not given.checkpointing:
+        raise Refusal(f"--offload {given.offload} moves what --checkpointing keeps; give both")
     progress("longspan estimate", "making the model without weights")
     model = _model(given.model, _DTYPES[given.dtype])
     if given.checkpointing:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,18 +19,20 @@ from longspan._arguments import (
     check_choice,
     check_kind,
     check_whole,
+    is_dense,
     is_whole,
+    said,
     speaking_as,
     whole_numbers,
 )
+from longspan._attention import plan
 from longspan._batch import Place, Reading, share
 from longspan._group import ranks_of
 from longspan._kernels import which_kernel
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
-from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in
+from longspan._memory import DEVICES, OPTIMIZERS, Memory, Wishes, estimate, fits_in, learns
 from longspan._model_batch import check_group
 from longspan._models import (
-    AUTO,
     AttentionLayer,
     Groups,
     Parallelized,
@@ -37,10 +41,11 @@ from longspan._models import (
     Selection,
     check_layout,
     find_state,
+    parallelize,
 )
 from longspan._strategy import Strategy
 from longspan._tables import aligned, html_table
-from longspan._tiles import Tiles
+from longspan._tiles import Tiles, check_offload
 
 #: Of lengths in place of a batch; more are a slip in a number.
 _MOST_TOKENS = 1 << 28
@@ -84,6 +89,8 @@ class Balance:
     work: tuple[int, ...]  #: of each rank: pairs of a query and a key, of all heads and layers
     pads: float  #: for one real token
     others: dict[str, tuple[float, float]]  #: heaviest rank and pads of other layouts
+    #: Which heads a team cannot share evenly, in words; "" where there are none.
+    uneven: str = ""
 
     @property
     def heaviest(self) -> float:
@@ -99,6 +106,7 @@ class Balance:
             f"balance of {self.layout}: the heaviest rank ({most}) has {self.heaviest:.2f} x the "
             f"mean, {100 * self.pads:.1f} % pads"
         )
+        text += f"; {self.uneven}" if self.uneven else ""
         if self.others:
             best = min(self.others, key=lambda name: self.others[name])
             heaviest, pads = self.others[best]
@@ -118,7 +126,7 @@ class Explanation:
     proof: str = ""  #: what let the model in; "" where it is not parallelized yet
     tiled: tuple[str, ...] = ()  #: what is made in parts (docs/memory.md), and what is not
     routers: tuple[str, ...] = ()  #: what losses of routers would send, beside the layers
-    #: Over all ranks; None for one, and where work goes by heads.
+    #: Over all ranks; None for one.
     balance: Balance | None = None
     device: str = ""  #: whose memory was asked for
     memory: Memory | None = None
@@ -186,39 +194,51 @@ class Explanation:
         return last
 
 
+class _Unsaid:
+    """An option that nobody gave: as the model has it, or as `parallelize` has it by default."""
+
+    def __repr__(self) -> str:
+        return "as it is"
+
+
+_UNSAID = _Unsaid()
+
+
 def explain(
     model: torch.nn.Module,
-    batch: Mapping[str, Any] | Sequence[int] | int,
+    batch: Mapping[str, Any] | Sequence[int] | torch.Tensor | int,
     group: Any = None,
     *,
     ranks: int | None = None,
     rank: int | None = None,
     device: str | None = None,
-    strategy: str | Strategy = "ring",
-    layout: str | _C.Ownership = AUTO,
+    strategy: str | Strategy | _Unsaid = _UNSAID,
+    layout: str | _C.Ownership | _Unsaid = _UNSAID,
     dtype: torch.dtype | None = None,
     optimizer: str = "adamw",
     shards: int = 1,
-    loss_tile: str | int | None = "auto",
-    mlp_tile: int | None = None,
-    offload: str | None = None,
+    loss_tile: str | int | _Unsaid | None = _UNSAID,
+    mlp_tile: int | _Unsaid | None = _UNSAID,
+    offload: str | _Unsaid | None = _UNSAID,
 ) -> Explanation:
     """What the attention layers of `model` will compute and send on this rank for
     this batch: strategy, bytes, kernel, and why not a faster one. Nothing is sent.
 
-    `batch` is what a collator gives, what `shard` made of it, or the lengths of the documents
-    of one row: [4096, 512, 512], or 1_000_000. A model that is not parallelized yet is explained
-    as `parallelize` would set it up with `group`, `strategy` and `layout`. With `ranks`, of
-    which `rank` is asked for (0), no group is needed, and the model may be on the meta device.
-    `dtype` is what layers will compute in where a wrapper casts (FSDP2's policy); by default
-    autocast's, or the parameters'. Of a model on the meta device the kernel is the one that
-    this CPU would run.
+    `batch` is what a collator gives, what `shard` made of it, or the lengths of the documents of
+    one row: [4096, 512, 512], also as a tensor, or 1_000_000. A model that is not parallelized yet
+    is explained as `parallelize` would set it up with `group`, `strategy` and `layout`. With
+    `ranks`, of which `rank` is asked for (0), no group is needed, and the model may be on the meta
+    device. `dtype` is what layers will compute in where a wrapper casts (FSDP2's policy); by
+    default autocast's, or the parameters'. Of a model on the meta device the kernel is the one
+    that this CPU would run.
 
     `device` ("h200", "h100", "a100", "b200", "cpu") asks for the memory of a training step too,
     by part and at its peak: the model's own code runs on the meta device, with activation
     checkpointing where that is on. `optimizer` ("adamw", "momentum", "sgd") says what is kept
-    for a parameter, and `shards` over how many ranks fully_shard spreads all that. `loss_tile`,
-    `mlp_tile` and `offload` are those of `parallelize`, for a model that it was not called on.
+    for a parameter, and `shards` over how many ranks fully_shard spreads all that.
+
+    `strategy`, `layout`, `loss_tile`, `mlp_tile` and `offload` are those of `parallelize`, for a
+    model that it was not called on. One that it was called on has them; others are refused.
     """
     check_kind("explain", "model", model, torch.nn.Module, "a torch.nn.Module")
     if dtype is not None:
@@ -227,20 +247,33 @@ def explain(
         check_choice("explain", "device", device, (*DEVICES, "cpu"))
     check_choice("explain", "optimizer", optimizer, tuple(OPTIMIZERS))
     check_whole("explain", "shards", shards, 1)
-    with speaking_as("explain", "parallelize"):
-        tiles = Tiles.of(loss_tile, mlp_tile, offload)
     place = _place(group, ranks, rank)
     state = find_state(model)
     parallelized = state is not None
+    over = ranks_of(group) if state is None else state.group
+    said_of = {
+        "strategy": strategy,
+        "layout": layout,
+        "loss_tile": loss_tile,
+        "mlp_tile": mlp_tile,
+        "offload": offload,
+    }
+    wish = _Wish.of(said_of, state, over.size() if place is None else place.ranks)
     if state is None:
-        over = ranks_of(group)
-        check_layout("explain", layout, over.size() if place is None else place.ranks)
         layers = _transformers.attention_layers(model)
-        state = Parallelized(over, Strategy.of(strategy), layout, layers)
+        state = Parallelized(over, wish.strategy, wish.layout, layers)
     else:
         check_group("explain", state, group)
+    if wish.tiles.offload is not None and (device is not None or not parallelized):
+        for part in _transformers.whole_models(model):
+            check_offload("explain", part)
     given: Any = _of_lengths(batch)
     if isinstance(given, LocalBatch):
+        if layout is not _UNSAID and not parallelized:
+            raise ValueError(
+                "explain: the batch was cut by shard, so `layout` would go unheard; leave it out, "
+                "or give the batch as it was before"
+            )
         if place is not None:
             raise ValueError(
                 "explain: the batch was cut by shard for its rank; leave `ranks` and `rank` out, "
@@ -282,12 +315,15 @@ def explain(
         tuple(state.tiled),
         _transformers.losses_of_routers(model, cut.ranks),
     )
-    if cut.ranks > 1 and not state.strategy.name.startswith("head_parallel"):
-        said = replace(said, balance=_balance(cut, given, state.layers))
+    if cut.ranks > 1:
+        said = replace(said, balance=_balance(cut, given, state))
     if device is None:
         return said
+    if not learns(model, local):
+        why = f"nothing in {type(model).__name__} learns: no parameter requires a gradient"
+        return replace(said, device=device, no_memory=why)
     try:
-        tiles = state.tiles if parallelized else with_tails(model, "auto", tiles)
+        tiles = state.tiles if parallelized else with_tails(model, "auto", wish.tiles)
         wishes = Wishes(state.strategy, dtype, optimizer, shards, tiles, device == "cpu")
         memory = estimate(model, local, state.layers, wishes)
     except Exception as error:  # the code of others, without values
@@ -296,6 +332,56 @@ def explain(
         )
         return replace(said, device=device, no_memory=why)
     return replace(said, device=device, memory=memory)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What `parallelize` was told, or would be."""
+
+    strategy: Strategy
+    layout: str | _C.Ownership
+    tiles: Tiles
+
+    @staticmethod
+    def of(given: Mapping[str, Any], state: Parallelized | None, ranks: int) -> _Wish:
+        """From the options of `explain`, where a parallelized model has its own."""
+        has = _options_of(state)
+        asked = {name: value for name, value in given.items() if value is not _UNSAID}
+        every = has | asked
+        with speaking_as("explain", "Strategy", "parallelize"):
+            every["strategy"] = Strategy.of(every["strategy"])
+            tiles = Tiles.of(every["loss_tile"], every["mlp_tile"], every["offload"])
+        if "layout" in asked:
+            check_layout("explain", every["layout"], ranks)
+        for name in asked if state is not None else ():
+            if every[name] != has[name]:
+                raise ValueError(
+                    f"explain: the model was parallelized with {name}={_word(has[name])}, so "
+                    f"{name}={_word(every[name])} would go unheard; leave it out, or call "
+                    f"longspan.restore(model) first"
+                )
+        return _Wish(every["strategy"], every["layout"], tiles)
+
+
+def _options_of(state: Parallelized | None) -> dict[str, Any]:
+    """What a model was parallelized with; else the defaults of `parallelize`."""
+    if state is None:
+        named = inspect.signature(parallelize).parameters
+        options = ("strategy", "layout", "loss_tile", "mlp_tile", "offload")
+        return {name: named[name].default for name in options}
+    tiles = state.tiles or Tiles()
+    return {
+        "strategy": state.strategy,
+        "layout": state.layout,
+        "loss_tile": tiles.loss,
+        "mlp_tile": tiles.mlp,
+        "offload": tiles.offload,
+    }
+
+
+def _word(value: Any) -> str:
+    plain = isinstance(value, Strategy) and value == Strategy(value.name)
+    return repr(value.name if plain else value)
 
 
 def _place(group: Any, ranks: int | None, rank: int | None) -> Place | None:
@@ -311,6 +397,14 @@ def _place(group: Any, ranks: int | None, rank: int | None) -> Place | None:
 
 def _of_lengths(batch: Any) -> Any:
     """A batch of one row with documents of these lengths, where lengths came."""
+    if isinstance(batch, torch.Tensor):
+        whole = is_dense(batch) and not (batch.is_floating_point() or batch.is_complex())
+        if not whole or batch.is_meta or batch.dim() > 1:
+            raise TypeError(
+                f"explain: `batch` is {said(batch)} of {batch.dim()} axes; expected a batch as a "
+                f"mapping, or lengths of documents: whole numbers, in a tensor along one axis"
+            )
+        batch = batch.tolist()
     if is_whole(batch):
         batch = [batch]
     if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
@@ -327,11 +421,12 @@ def _of_lengths(batch: Any) -> Any:
     return {"input_ids": ids, "labels": ids, "seq_lens": torch.tensor([lengths])}
 
 
-def _balance(cut: _C.Cut, batch: Any, layers: Sequence[AttentionLayer]) -> Balance:
+def _balance(cut: _C.Cut, batch: Any, state: Parallelized) -> Balance:
     if isinstance(batch, LocalBatch):
         rows = _rows_of(cut)
     else:
         rows, _ = Reading(who="explain").rows_of(batch)
+    dealt = _dealt(state, cut.ranks)
     others: dict[str, tuple[float, float]] = {}
     mine = "an Ownership"
     for named in _C.named_layouts():
@@ -339,9 +434,59 @@ def _balance(cut: _C.Cut, batch: Any, layers: Sequence[AttentionLayer]) -> Balan
         if owners == cut.ownership and packed.form == cut.form:
             mine = named.name
             continue
-        work = _work(packed.packings, owners, layers)
+        work = _work(packed.packings, owners, dealt)
         others[named.name] = _heaviest(work), _pads(packed.packings)
-    return Balance(mine, _work(cut.packings, cut.ownership, layers), _pads(cut.packings), others)
+    work = _work(cut.packings, cut.ownership, dealt)
+    return Balance(mine, work, _pads(cut.packings), others, _uneven(dealt))
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """The heads of a layer, as the members of each team of ranks compute them."""
+
+    window: int | None
+    ratio: int  #: of tokens to keys
+    heads: tuple[int, ...]
+
+
+def _dealt(state: Parallelized, ranks: int) -> Counter[_Dealt]:
+    """How often each comes. Selected keys are as many as slots, and pools as many as tokens
+    before have made; teams are for other layers."""
+    found: Counter[_Dealt] = Counter()
+    for layer in state.layers:
+        window = layer.window if layer.selects is None else layer.selects.slots
+        if layer.recurrence is not None:
+            window = 1  # as much for every token
+        alone = (layer.selects, layer.pools, layer.recurrence) != (None, None, None)
+        team = 1 if alone else _team(state.strategy, ranks, layer.key_heads)
+        found[_Dealt(window, 1, _shares(layer.heads, team))] += 1
+        if layer.pools is not None and layer.pools.ratio is not None:
+            ratio, selects = layer.pools.ratio, layer.pools.selects
+            seen = None if selects is None else selects.slots * ratio
+            found[_Dealt(seen, ratio, (layer.heads,))] += 1
+    return found
+
+
+def _team(strategy: Strategy, ranks: int, key_heads: int) -> int:
+    """Ranks that share heads, as a plan has it, whatever the tokens."""
+    one_each = _C.Ownership.contiguous(ranks, ranks)
+    return plan(one_each, strategy=strategy, key_heads=key_heads).strategy.head_ranks or 1
+
+
+def _shares(heads: int, members: int) -> tuple[int, ...]:
+    """Heads of each member: runs that differ by one at most, with the borders of the plan."""
+    borders = [heads * before // members for before in range(members + 1)]
+    return tuple(end - begin for begin, end in pairwise(borders))
+
+
+def _uneven(dealt: Counter[_Dealt]) -> str:
+    """Which heads their team cannot share evenly."""
+    found = dict.fromkeys(one.heads for one in dealt if min(one.heads) != max(one.heads))
+    said = (
+        f"{sum(heads)} heads over teams of {len(heads)} ranks are {min(heads)} or {max(heads)} each"
+        for heads in found
+    )
+    return ", ".join(said)
 
 
 def _rows_of(cut: _C.Cut) -> _C.RowBatch:
@@ -359,26 +504,20 @@ def _pads(packings: Sequence[_C.Packing]) -> float:
 
 
 def _work(
-    packings: Sequence[_C.Packing], owners: _C.Ownership, layers: Sequence[AttentionLayer]
+    packings: Sequence[_C.Packing], owners: _C.Ownership, dealt: Counter[_Dealt]
 ) -> tuple[int, ...]:
-    """Pairs of every rank, of all heads and layers. Selected keys are as many as slots, and
-    pools as many as tokens before have made."""
-    heads: Counter[tuple[int | None, int]] = Counter()
-    for layer in layers:
-        window = layer.window if layer.selects is None else layer.selects.slots
-        if layer.recurrence is not None:
-            window = 1  # as much for every token
-        heads[window, 1] += layer.heads
-        if layer.pools is not None and layer.pools.ratio is not None:
-            ratio, selects = layer.pools.ratio, layer.pools.selects
-            heads[None if selects is None else selects.slots * ratio, ratio] += layer.heads
+    """Pairs of every rank, of all heads and layers. A team has the queries of all members."""
     totals = [0] * owners.ranks
-    for (window, ratio), count in heads.items():
+    for one, layers in dealt.items():
+        team = len(one.heads)
         for packing in packings:
-            causal = window is None
-            mask = _C.Mask.causal(packing) if causal else _C.Mask.sliding(packing, window or 1)
-            for rank, work in enumerate(_C.work_per_rank(mask, owners)):
-                totals[rank] += count * work.pairs // ratio
+            causal = one.window is None
+            mask = _C.Mask.causal(packing) if causal else _C.Mask.sliding(packing, one.window or 1)
+            pairs = [work.pairs for work in _C.work_per_rank(mask, owners)]
+            for rank in range(owners.ranks):
+                member = rank % team
+                queries = sum(pairs[rank - member : rank - member + team])
+                totals[rank] += layers * one.heads[member] * queries // one.ratio
     return tuple(totals)
 
 

@@ -33,7 +33,9 @@ from longspan.comm import all_gather_tokens, reduce_scatter_tokens
 # What a parameter's gradient needs.
 _ADD, _SCALE, _LEAVE = "add", "scale", "leave"
 # What a rank reports about a gradient that it has or lacks.
-_MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE = range(5)
+_MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE, _COPIED = range(6)
+#: Numbers of a summed gradient by which a copy of it is known.
+_ENOUGH = 4096
 
 
 @torch.no_grad()
@@ -84,6 +86,8 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     _watch(model, trained)
     note_step(ranks)
     if ranks.size() > 1:
+        changed = [t.parameter for t, way in zip(trained, ways, strict=True) if way != _LEAVE]
+        _keep_sample(changed)
         _remarks.watch_scale([one.parameter for one in trained if one.reduction is None])
 
 
@@ -179,6 +183,12 @@ def _agree_on_states(
                 "); call it once a step, after the last backward, and model.zero_grad() before the "
                 "next step"
             )
+        if _COPIED in column:
+            raise ValueError(
+                f"sum_gradients: the gradient of `{one.name}` is a copy of one that was summed "
+                "already, and no backward made it; copies carry no mark, and it would be summed "
+                "twice: write into the gradient instead (p.grad.copy_(..)), or copy before the sum"
+            )
         if _DONE in column and _DENSE in column:
             raise ValueError(
                 f"sum_gradients: rank {column.index(_DONE)} still has the gradient of `{one.name}` "
@@ -213,6 +223,8 @@ def _state(one: Trained, rescaled: bool) -> int:
         return _SPARSE
     if rescaled or mark_of(grad) == version_of(grad):
         return _DONE
+    if _is_copy(one.parameter, grad):
+        return _COPIED
     watch = _watched.get(one.parameter)
     return _ADDED_TO if watch is not None and watch.added else _DENSE
 
@@ -304,6 +316,39 @@ def _only_rescaled(trained: Sequence[Trained]) -> bool:
     writes = {version_of(grad) - (mark or 0) for grad, mark in zip(grads, marks, strict=True)}
     # All zeros were zeroed for a step in which this rank had nothing to add.
     return len(writes) == 1 and any(bool(local_part(grad).any()) for grad in grads)
+
+
+# ---- Copies, which carry no mark.
+
+#: The first numbers of the smallest gradient that was summed, until backward writes to it.
+_samples: Any = WeakIdKeyDictionary()
+
+
+def _keep_sample(parameters: Sequence[nn.Parameter]) -> None:
+    found = [p for p in parameters if p.grad is not None and local_part(p.grad).numel()]
+    smallest = min(found, key=lambda p: local_part(p).numel(), default=None)
+    if smallest is None or smallest.grad is None:
+        return
+    if smallest not in _samples:
+        hooked: Any = smallest
+        hooked.register_post_accumulate_grad_hook(lambda p: _samples.__setitem__(p, None))
+    _samples[smallest] = _sample_of(smallest.grad)
+
+
+def _sample_of(grad: Tensor) -> Tensor:
+    return local_part(grad).detach().flatten()[:_ENOUGH].clone()
+
+
+def _is_copy(parameter: nn.Parameter, grad: Tensor) -> bool:
+    """Whether it has the numbers of what was summed, and backward had no part in it. Zeros
+    tell nothing."""
+    kept: Tensor | None = _samples.get(parameter)
+    if kept is None or mark_of(grad) is not None:
+        return False
+    found = _sample_of(grad)
+    if (found.shape, found.dtype, found.device) != (kept.shape, kept.dtype, kept.device):
+        return False
+    return bool(kept.any()) and torch.equal(found, kept)
 
 
 # ---- Sums.

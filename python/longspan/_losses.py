@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from longspan._agreement import tells_ranks
-from longspan._arguments import check_number, check_tensors, check_whole, is_whole, said
+from longspan._arguments import check_number, check_tensors, check_whole, is_whole, said, wrong
 from longspan._gradients import stacked
 from longspan._group import ranks_of
 
@@ -24,10 +25,17 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     check_tensors("reduce_loss", sum=sum)
     if isinstance(count, torch.Tensor):
         check_tensors("reduce_loss", count=count)
+        if count.dtype == torch.bool:
+            raise wrong("reduce_loss", "count", count, "the number of this rank's tokens")
     else:
         check_number("reduce_loss", "count", count)
         if is_whole(count):
             check_whole("reduce_loss", "count", count)
+        if not 0 <= count < math.inf:
+            raise ValueError(
+                f"reduce_loss: `count` is {count}; expected the number of this rank's tokens, 0 or "
+                f"more"
+            )
         count = torch.tensor(count, device=sum.device)
     mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)
     return mean

@@ -194,13 +194,16 @@ def estimate(
     with _around_head(twin, live, marks), live:
         with _on_the_host(twin, inputs) if offloads else contextlib.nullcontext():
             out = twin(**inputs)
-        loss = out.loss if getattr(out, "loss", None) is not None else out.logits.float().sum()
+        loss = _number_of(out)
         del out
+        has_head = "head" in marks
         marks.setdefault("head", live.live)
         ended = live.live
-        loss.backward()
-        marks["peak"] = max(marks.get("peak", 0), live.since())
-    made = marks.get("loss", 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        last = live.since()
+        marks["peak"] = max(marks.get("peak", 0), last)
+    # Below a head that learns alone no gradient says where the loss has ended.
+    made = marks.get("loss", last if has_head else 0)
     states = OPTIMIZERS[wishes.optimizer] * trained
     if wishes.shards > 1:
         beside = _gathered(model, wishes) + trained // wishes.shards
@@ -215,6 +218,22 @@ def estimate(
         loss=max(0, made - marks["head"]),
         peak=(weights + states) // wishes.shards + marks["peak"] + beside,
     )
+
+
+def _number_of(out: Any) -> Tensor:
+    """What backward begins with. Of a decoder without a head nobody knows the loss, and the sum
+    of its hidden states takes nothing."""
+    for name in ("loss", "logits", "last_hidden_state"):
+        found: Tensor | None = getattr(out, name, None)
+        if found is not None:
+            return found.float().sum() if name == "logits" else found.sum()
+    raise ValueError(f"{type(out).__name__} has no loss, logits or hidden states")
+
+
+def learns(model: nn.Module, local: LocalBatch) -> bool:
+    """Whether a step with this batch has a backward."""
+    given = [value for value in local.values() if isinstance(value, Tensor)]
+    return any(one.requires_grad for one in (*model.parameters(), *given))
 
 
 def _forget(parameter: Tensor) -> None:

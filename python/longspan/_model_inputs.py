@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from longspan._arguments import check_number, said
 
 
 def _asked(value: Any) -> bool:
@@ -43,6 +46,9 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_TARGETS = "the targets of the whole batch, 1 or more"
+
+
 def check_inputs(who: str, given: Mapping[str, Any]) -> None:
     """Refuses what a model would answer for its own tokens only. `who` speaks."""
     for key, (is_asked, why) in _REFUSED.items():
@@ -50,6 +56,32 @@ def check_inputs(who: str, given: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{who}: got `{key}`: {why}")
     if _asked(given.get("output_attentions")):
         _warn_of_attentions()
+    if given.get("num_items_in_batch") is not None:
+        check_divisor(who, given["num_items_in_batch"])
+
+
+def check_divisor(who: str, count: Any, on_device: bool = False) -> None:
+    """That a loss may be divided by it: one number above 0. Of tensors on a device only with
+    `on_device`, since the host waits for what it looks at."""
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1 or count.dtype == torch.bool or count.is_complex():
+            raise TypeError(
+                f"{who}: `num_items_in_batch` is {said(count)} {list(count.shape)}; expected one "
+                f"number, {_TARGETS}"
+            )
+        # Of tensors without values, and while tracing, nobody knows.
+        known = type(count) is torch.Tensor and not torch.compiler.is_compiling()
+        if not known or not (count.is_cpu or (on_device and count.is_cuda)):
+            return
+        count = count.item()
+    else:
+        check_number(who, "num_items_in_batch", count)
+    if not 0 < count < math.inf:
+        raise ValueError(
+            f"{who}: `num_items_in_batch` is {count}, by which the loss is divided; expected "
+            f"{_TARGETS}: leave it to shard, or count the labels that are not -100, and give 1 "
+            f"where there are none"
+        )
 
 
 _warned = False

@@ -31,6 +31,14 @@ def _say(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=5)
 
 
+def looks_again(state: Any, what: str) -> bool:
+    """Whether a call is among the first; compiled code does not count."""
+    if torch.compiler.is_compiling() or state.remarks[what] >= _LOOKS:
+        return False
+    state.remarks[what] += 1
+    return True
+
+
 # ---- Labels.
 
 
@@ -61,6 +69,31 @@ def remark_on_labels(state: Any, tokens: dict[str, Tensor]) -> None:
             "be shifted already, and shard shifts labels by one token: the model would learn to "
             "skip one; give them unshifted, as transformers does (labels = input_ids), or under "
             "the name `shift_labels`, which is taken as it is; to be sure, print both"
+        )
+
+
+_asked_to_shift = False
+
+
+def remark_on_shifting(who: str, batch: Any) -> None:
+    """Of the first batch that tells, where nobody's model is known and labels are to be shifted.
+    Without that they are taken as they are, shifted or not."""
+    global _asked_to_shift
+    ids, labels = (batch.get(key) for key in ("input_ids", "labels"))
+    if not isinstance(ids, Tensor) or not isinstance(labels, Tensor):
+        return
+    if _asked_to_shift or ids.is_meta or labels.is_meta or ids.device != labels.device:
+        return
+    found = labels_are_shifted(ids, labels)
+    if found is None:
+        return
+    _asked_to_shift = True
+    if found:
+        _say(
+            f"{who}: `labels` of a whole row are the `input_ids` one token ahead, so they seem to "
+            "be shifted already, and `shift_labels=True` shifts them by one token more: the model "
+            "would learn to skip one; give them unshifted (labels = input_ids), or leave "
+            "`shift_labels` out; to be sure, print both"
         )
 
 

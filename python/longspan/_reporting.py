@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -93,8 +95,8 @@ _groups: dict[tuple[str, int], _Open] = {}
 
 def report(group: Any = None, *, step_peaks: bool | None = None) -> Report:
     """What the last 256 steps of this rank took. A step ends with `sum_gradients`; tokens are
-    those that `shard` cut for the group. With LONGSPAN_LOG=info in the environment rank 0 writes
-    a line to standard error after each.
+    those that `shard` cut for the group since the step before, evaluation included. With
+    LONGSPAN_LOG=info in the environment rank 0 writes a line to standard error after each.
 
     There is one peak of memory for all who ask torch (or the system, without a GPU), and only a
     step that raises it shows its own. ``step_peaks=True`` begins a new one with every step from
@@ -176,7 +178,10 @@ def _gigabytes(count: int) -> str:
 
 
 def _wants_lines() -> bool:
-    if os.environ.get("LONGSPAN_LOG", "off") != "info":
+    asked = os.environ.get("LONGSPAN_LOG", "").strip().lower()
+    if asked not in ("", "off", "info"):
+        _say_what_is_known(os.environ["LONGSPAN_LOG"])
+    if asked != "info":
         return False
     if not _log.handlers:
         handler = logging.StreamHandler()
@@ -184,3 +189,13 @@ def _wants_lines() -> bool:
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
     return True
+
+
+@functools.cache
+def _say_what_is_known(asked: str) -> None:
+    """Once for each word."""
+    warnings.warn(
+        f"longspan: LONGSPAN_LOG is '{asked}'; known are `info`, a line after each step of rank 0, "
+        f"and `off`",
+        stacklevel=5,
+    )

@@ -368,6 +368,15 @@ def shape_of_inputs(part: Any, options: Mapping[str, Any]) -> torch.Size:
     return torch.Size((*tokens.shape[:2], part.config.get_text_config().hidden_size))
 
 
+def check_offload(who: str, part: Any) -> None:
+    """That there is something to keep on the host."""
+    if not getattr(part, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f'{who}: offload="hidden" moves what gradient checkpointing keeps, and that is off; '
+            f"call model.gradient_checkpointing_enable() first"
+        )
+
+
 def offload_layers(part: PreTrainedModel, state: Parallelized) -> None:
     """Keeps the inputs of checkpointed layers on the host."""
     original = part.forward
@@ -377,11 +386,7 @@ def offload_layers(part: PreTrainedModel, state: Parallelized) -> None:
         learns = part.training and torch.is_grad_enabled()
         if not learns or not isinstance(local, LocalAttention):
             return original(*arguments, **options)
-        if not getattr(part, "is_gradient_checkpointing", False):
-            raise ValueError(
-                f'{type(part).__name__}: offload="hidden" moves what gradient checkpointing keeps, '
-                f"and that is off; call model.gradient_checkpointing_enable() first"
-            )
+        check_offload(type(part).__name__, part)
         first = next(t for t in options.values() if isinstance(t, Tensor))
         if not first.is_cuda:
             _say_once()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from longspan import _C
 from longspan._charts import curve_in_text, loss_curve
 from longspan._commands import (
     BAD_USAGE,
@@ -22,6 +21,9 @@ from longspan._commands import (
     WRONG,
     Arguments,
     Refusal,
+    add_layout,
+    add_strategy,
+    add_word,
     family_named,
     group_of,
     is_launched,
@@ -32,10 +34,8 @@ from longspan._commands import (
     progress,
     threads_for,
 )
-from longspan._models import AUTO
 from longspan._printing import printed
 from longspan._shrinking import positions_of
-from longspan._strategy import Strategy
 from longspan._training import (
     WORDS,
     Checkpoint,
@@ -96,7 +96,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    layouts = [AUTO, *(layout.name for layout in _C.named_layouts())]
     parser = Arguments(
         prog=_WHO,
         description="Trains a tiny model of a family on the bytes of a text. The losses are those "
@@ -105,15 +104,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("family", metavar="FAMILY", help="of transformers: llama, glm_moe_dsa, ...")
     add("--text", required=True, metavar="FILE", help="whose bytes are the tokens")
-    add("--split", default="paragraphs", choices=("paragraphs", "lines"), help="into documents")
+    add_word(parser, "--split", ("paragraphs", "lines"), "paragraphs", "into documents")
     add("--ranks", type=int, default=1, metavar="N", help="that hold a sequence; default: 1")
     add("--steps", type=int, default=50, metavar="N", help="in all; default: 50")
     add("--tokens", default="512", metavar="N", help="of a step; default: 512")
     add("--rate", type=float, default=3e-3, metavar="X", help="of AdamW; default: 0.003")
-    add("--dtype", default="float32", choices=_DTYPES, help="default: float32")
-    add("--strategy", default="ring", choices=Strategy.names(), help="default: ring")
-    add("--layout", default=AUTO, choices=layouts, help="default: auto")
-    add("--launcher", default="threads", choices=("threads", "torchrun"), help="what ranks are")
+    add_word(parser, "--dtype", _DTYPES, "float32")
+    add_strategy(parser)
+    add_layout(parser)
+    add_word(parser, "--launcher", ("threads", "torchrun"), "threads", "what ranks are")
     add("--save", metavar="FOLDER", help="for checkpoints, as safetensors")
     add("--every", type=int, default=0, metavar="N", help="steps between them; 0: the last alone")
     add("--resume", metavar="PATH", help="a checkpoint, or the folder of some; with any --ranks")

@@ -23,11 +23,11 @@ from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._images import beside_towers, check_pictures, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
-from longspan._model_inputs import check_inputs
+from longspan._model_inputs import check_divisor, check_inputs
 from longspan._models import AttentionLayer, Inventory, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
 from longspan._recipes.recipe import check_no_dropout, not_sharded
-from longspan._remarks import remark_on_missing_count, remark_on_own_mean
+from longspan._remarks import looks_again, remark_on_missing_count, remark_on_own_mean
 from longspan._sources import sources_of
 from longspan._steps import MARK
 from longspan._twins import fingerprint, kinds_in, named_kinds
@@ -255,7 +255,11 @@ def _look_for_mask(
     _check_no_mask(module, given.get("attention_mask"))
     check_inputs(type(module).__name__, given)
     if has_loss(module):
-        remark_on_missing_count(vars(module)[MARK], module, given)
+        state = vars(module)[MARK]
+        remark_on_missing_count(state, module, given)
+        count = given.get("num_items_in_batch")
+        if isinstance(count, torch.Tensor) and looks_again(state, "divisor"):
+            check_divisor(type(module).__name__, count, on_device=True)
 
 
 def _look_at_logits(

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from longspan import _C
 from longspan._commands import (
     BAD_USAGE,
     DONE,
@@ -28,6 +27,9 @@ from longspan._commands import (
     WRONG,
     Arguments,
     Refusal,
+    add_layout,
+    add_strategy,
+    add_word,
     config_in,
     family_named,
     group_of,
@@ -41,9 +43,7 @@ from longspan._commands import (
 )
 from longspan._group import Group
 from longspan._measuring import Unfit, Wishes
-from longspan._models import AUTO
 from longspan._printing import printed
-from longspan._strategy import Strategy
 from longspan._tables import aligned
 from longspan._verify_report import page
 from longspan._verifying import ANSWERS, Verdict, verify
@@ -117,7 +117,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    layouts = [AUTO, *(layout.name for layout in _C.named_layouts())]
     parser = Arguments(
         prog=_WHO,
         description="Compares a model over ranks with the model itself on each document alone: "
@@ -141,13 +140,14 @@ def _parser() -> argparse.ArgumentParser:
         "by token",
     )
     add("--documents", type=int, default=7, metavar="N", help="that share it; default: 7")
-    add("--dtype", default="float64", choices=tuple(DTYPES), help="default: float64")
-    add("--strategy", default="ring", choices=Strategy.names(), help="default: ring")
-    add("--layout", default=AUTO, choices=layouts, help="default: auto")
-    add(
+    add_word(parser, "--dtype", tuple(DTYPES), "float64")
+    add_strategy(parser)
+    add_layout(parser)
+    add_word(
+        parser,
         "--launcher",
-        default="threads",
-        choices=("threads", "torchrun"),
+        ("threads", "torchrun"),
+        "threads",
         help="ranks are threads over gloo, or processes; started by torchrun itself, on one host "
         "or many, the command takes the ranks it finds",
     )

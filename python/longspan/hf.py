@@ -32,6 +32,7 @@ from longspan._model_batch import (
     documents_of_seq_idx,
     with_targets,
 )
+from longspan._model_inputs import check_divisor
 from longspan._models import find_state, parallelize
 from longspan._prefill import prefill
 from longspan._randomness import seed_ranks
@@ -43,6 +44,10 @@ _WHO = "TrainerMixin"
 #: Classes whose compute_loss is a sum over tokens that are scored one by one, divided by
 #: the number of targets it is told.
 _KNOWN_LOSSES = (("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer"))
+_STEPS_IN_BACKWARD = (
+    "which steps inside backward, before gradients are summed over the ranks of a sequence; use "
+    "one that steps after it, such as 'adamw_torch' or 'adafactor'"
+)
 _Behind: Any = object  # whatever trainer stands behind the mixin
 
 
@@ -164,6 +169,7 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
             if config is not None and (getattr(config, name, 1) or 1) > 1
         ]
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        optim = str(getattr(args.optim, "value", args.optim))
         refusals = {
             "deepspeed, whose engine sums gradients by itself; use FSDP2 (fsdp=True)": (
                 self.is_deepspeed_enabled
@@ -185,6 +191,9 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
             ),
             "eval_use_gather_object, which gathers every rank's copy; leave it out": bool(
                 args.eval_use_gather_object
+            ),
+            f"optim='{optim}', {_STEPS_IN_BACKWARD}": (
+                optim in ("lomo", "adalomo") or optim.endswith("layerwise")
             ),
         }
         for what, asked in refusals.items():
@@ -317,6 +326,8 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
         if num_items_in_batch is None:
             num_items_in_batch = inputs.get("num_items_in_batch")
             excess *= replicas.count
+        if num_items_in_batch is not None:
+            check_divisor(_WHO, num_items_in_batch)
         tokens = getattr(self, "_total_train_tokens", None)
         answer = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
         loss, outputs = answer if return_outputs else (answer, None)
@@ -336,6 +347,10 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def training_step(self, model: Any, *arguments: Any, **others: Any) -> Any:
+        if getattr(self.accelerator, "has_lomo_optimizer", False):
+            raise NotImplementedError(
+                f"{_WHO}: the optimizer is one of lomo_optim, {_STEPS_IN_BACKWARD}"
+            )
         loss = super().training_step(model, *arguments, **others)
         if self.accelerator.sync_gradients:
             sum_gradients(model, self._replicas.group)

@@ -32,6 +32,15 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "reduce_loss: `count` is 1180591620717411303424; expected a number of 64 bits": lambda: (
         longspan.reduce_loss(torch.tensor(1.0), 2**70)
     ),
+    "reduce_loss: `count` is -5; expected the number of this rank's tokens, 0 or more": lambda: (
+        longspan.reduce_loss(torch.tensor(1.0), -5)
+    ),
+    "reduce_loss: `count` is nan; expected the number of this rank's tokens, 0 or more": lambda: (
+        longspan.reduce_loss(torch.tensor(1.0), float("nan"))
+    ),
+    "reduce_loss: `count` is a bool tensor; expected the number of this rank's tokens": lambda: (
+        longspan.reduce_loss(torch.tensor(1.0), torch.tensor(True))
+    ),
     "which_kernel: `third` is None; expected a dense tensor": lambda: longspan.which_kernel(
         Q, Q, None
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -14,17 +15,18 @@ import pytest
 import torch
 
 import longspan
-from longspan import Group, _estimating, _families, run_ranks
+from longspan import Group, _estimating, _explaining, _families, run_ranks
 
 pytest.importorskip("transformers")
 
-from allocations import peak_of_step
+from allocations import peak_of, peak_of_step
 from oracle.tiny_decoders import WIDER_GLM, WIDER_MAMBA, WIDER_V4, decoder, packed
 from oracle.whole_models import parts_of
 from processes import silent_two_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 BENCH = pathlib.Path(__file__).parents[2] / "bench"
+PROGRAM = os.environ.get("LONGSPAN_CLI", "")
 LENGTHS = [700, 200, 124]
 SIZES = {
     "hidden_size": 256,
@@ -130,6 +132,40 @@ def test_the_peak_over_ranks_is_that_of_the_allocator() -> None:
         assert 0.9 <= ratios[0] <= 1.1 and ratios[1] <= 1.3, (first, second)
 
 
+def test_a_decoder_without_a_head_has_no_loss() -> None:
+    model = longspan.parallelize(wider("llama", torch.float32).model)
+    said = longspan.explain(model, LENGTHS, device="cpu", optimizer="sgd")
+    assert said.memory is not None, said.no_memory
+    assert said.memory.loss == 0
+    ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    local = longspan.shard({"input_ids": ids, "seq_lens": torch.tensor([LENGTHS])}, model=model)
+
+    def step() -> None:
+        model(**local).last_hidden_state.sum().backward()
+        model.zero_grad()
+
+    step()
+    assert said.memory.peak - said.memory.weights == pytest.approx(peak_of(step), rel=0.1)
+
+
+def test_a_head_that_learns_alone_has_a_loss() -> None:
+    model = wider("llama", torch.float32, vocab_size=5000).requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    said = longspan.explain(model, 1024, device="cpu", loss_tile=None)
+    assert said.memory is not None, said.no_memory
+    assert said.memory.gradients == 5000 * 256 * 4
+    assert 2 <= said.memory.loss / (1024 * 5000 * 4) <= 4.5
+
+
+def test_what_learns_nothing_has_no_step() -> None:
+    model = wider("llama", torch.float32).requires_grad_(False)
+    said = longspan.explain(model, LENGTHS, device="cpu")
+    assert said.memory is None and said.fits is None
+    assert "memory: not known, since nothing in LlamaForCausalLM learns: no param" in str(said)
+    model.model.norm.weight.requires_grad_(True)
+    assert longspan.explain(model, LENGTHS, device="cpu").memory is not None
+
+
 def test_parts_are_what_they_say() -> None:
     model = wider("llama", torch.float32, vocab_size=5000)
     said = longspan.explain(model, 1024, ranks=4, device="h200", loss_tile=None)
@@ -221,8 +257,47 @@ def test_balance_is_that_of_all_ranks() -> None:
     assert set(said.balance.others) | {said.balance.layout} == {
         layout.name for layout in longspan.values.named_layouts()
     }
-    assert longspan.explain(model, LENGTHS, ranks=3, strategy="head_parallel").balance is None
     assert longspan.explain(model, LENGTHS).balance is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "heads", "key_heads", "shares"),
+    [
+        ("head_parallel", 4, 10, 5, (2, 3, 2, 3)),
+        ("head_parallel", 4, 2, 1, (0, 1, 0, 1)),
+        ("head_parallel", 2, 4, 2, (2, 2)),
+        (longspan.Strategy("head_parallel_ring", head_ranks=2), 4, 3, 1, (1, 2, 1, 2)),
+    ],
+)
+def test_balance_of_heads_is_that_of_the_plan(
+    strategy: Any, ranks: int, heads: int, key_heads: int, shares: tuple[int, ...]
+) -> None:
+    """Members of a team have all its queries, for their heads."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": 8}
+    model = decoder("llama", torch.float32, hidden_size=8 * heads, **sizes)
+
+    def explained(rank: int) -> Any:
+        return longspan.explain(model, LENGTHS, ranks=ranks, rank=rank, strategy=strategy)
+
+    balance = explained(0).balance
+    every = (explained(rank).layers for rank in range(ranks))
+    pairs = [sum(cost.pairs for cost in layers) for layers in every]
+    assert list(balance.work) == [p * h for p, h in zip(pairs, shares, strict=True)]
+    assert bool(balance.uneven) == (min(shares) != max(shares))
+    if balance.uneven:
+        assert f"; {heads} heads over teams of" in str(balance)
+    else:
+        assert balance.heaviest == 1.0
+
+
+@pytest.mark.skipif(not PROGRAM, reason="LONGSPAN_CLI names no program")
+@pytest.mark.parametrize("heads", [1, 3, 10, 12, 31])
+def test_heads_are_dealt_as_the_program_says(heads: int) -> None:
+    options = ["--tokens", "16", "--ranks", "4", "--strategy", "head-parallel", "--format", "json"]
+    command = [PROGRAM, "plan", *options, "--heads", str(heads), "--key-heads", "1"]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    ranks = told["panels"][0]["ranks"]
+    assert tuple(rank["heads"] for rank in ranks) == _explaining._shares(heads, 4)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +343,14 @@ def test_what_lengths_may_be() -> None:
         longspan.explain(model, [])
     with pytest.raises(TypeError, match="explain: `batch` holds a str; expected whole numbers"):
         longspan.explain(model, ["a"])
+    as_list = str(longspan.explain(model, [40, 24]))
+    assert str(longspan.explain(model, torch.tensor([40, 24]))) == as_list
+    assert str(longspan.explain(model, torch.tensor(64))) == str(longspan.explain(model, 64))
+    for none in (torch.tensor([[40, 24]]), torch.tensor([4.0]), torch.eye(2).long().to_sparse()):
+        with pytest.raises(TypeError, match=r"explain: `batch` is an? .* tensor of . axes; expect"):
+            longspan.explain(model, none)
+    with pytest.raises(ValueError, match="explain: `batch` is 0; expected 1 to 268435456"):
+        longspan.explain(model, torch.tensor([3, 0]))
     local = longspan.shard(packed([16, 8]).batch, rank=0, ranks=2)
     with pytest.raises(ValueError, match="explain: the batch was cut by shard for its rank"):
         longspan.explain(model, local, ranks=2)
@@ -305,6 +388,10 @@ def test_the_command_says_the_same(
     [
         (["--tokens", "1M"], "the following arguments are required: --model"),
         (["--model", "nowhere"], "give --tokens 1M or --documents 4096,512, one of them"),
+        (
+            ["--model", "nowhere", "--tokens", "1M", "--offload", "hidden"],
+            "--offload hidden moves what --checkpointing keeps; give both",
+        ),
         (
             ["--model", "nowhere", "--tokens", "many"],
             "'many' is no number of tokens; expected such as 4096, 8k or 1M",

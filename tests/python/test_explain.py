@@ -168,3 +168,51 @@ def test_an_explanation_is_a_table_in_a_notebook() -> None:
     below = ["".join(one.itertext()) for one in shown.iter("p")]
     assert below == lines[1 + len(rows) :]
     assert below[0].startswith("let in: ") and "logits as they are" in below[1]
+
+
+# ---- Options that would go unheard.
+
+OTHERS_THAN = [
+    ({"strategy": "head_parallel"}, "strategy='ring', so strategy='head_parallel'"),
+    ({"layout": "head-tail"}, "layout='auto', so layout='head-tail'"),
+    ({"layout": longspan.Ownership.contiguous(24, 1)}, "layout='auto', so layout=Ownership"),
+    ({"loss_tile": "auto"}, "loss_tile=8, so loss_tile='auto'"),
+    ({"mlp_tile": 16}, "mlp_tile=None, so mlp_tile=16"),
+    ({"offload": "hidden"}, "offload=None, so offload='hidden'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OTHERS_THAN, ids=lambda value: str(value)[:24])
+def test_other_options_than_the_models(options: dict[str, Any], words: str) -> None:
+    model = longspan.parallelize(decoder("llama"), loss_tile=8)
+    with pytest.raises(ValueError, match=f"^explain: .* parallelized with {words}.* go unheard"):
+        longspan.explain(model, [16, 8], **options)
+
+
+def test_options_that_the_model_has() -> None:
+    teams = longspan.Strategy("head_parallel_ring", head_ranks=1)
+    model = longspan.parallelize(decoder("llama"), strategy=teams, loss_tile=8, layout="head-tail")
+    bare = longspan.explain(model, [16, 8])
+    named = longspan.explain(
+        model, [16, 8], strategy=teams, loss_tile=8, mlp_tile=None, layout="head-tail"
+    )
+    assert str(named) == str(bare)
+    assert bare.layers[0].strategy == teams.name
+
+
+def test_a_batch_that_is_cut_has_its_layout() -> None:
+    model, local = decoder("llama"), longspan.shard(packed([16, 8]).batch, rank=0, ranks=2)
+    with pytest.raises(ValueError, match="cut by shard, so `layout` would go unheard"):
+        longspan.explain(model, local, layout="contiguous-rows")
+    assert longspan.explain(model, local, strategy="gathered").layers[0].strategy == "gathered"
+
+
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_nothing_waits_on_the_host_without_checkpoints(parallelized: bool) -> None:
+    model, options = decoder("llama").train(), {"offload": "hidden"}
+    if parallelized:
+        model = longspan.parallelize(model, **options)
+    with pytest.raises(ValueError, match=r"explain: offload=.hidden. moves what gradient checkp"):
+        longspan.explain(model, [16, 8], device="cpu", **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert longspan.explain(model, [16, 8], device="cpu", **options).memory is not None

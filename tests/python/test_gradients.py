@@ -259,6 +259,45 @@ def test_gradients_are_summed_once_a_step(
     run_ranks(ranks, rank_main)
 
 
+@pytest.mark.parametrize("copied_by", [0, 1])
+def test_a_copy_of_a_sum_is_not_summed_again(copied_by: int) -> None:
+    """All ranks refuse where one has copies."""
+
+    def body(group: Group) -> None:
+        model = nn.Linear(2, 2)
+        step(model, group)
+        if group.rank() == copied_by:
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.clone()
+        with pytest.raises(ValueError, match="`bias` is a copy of one that was summed already"):
+            longspan.sum_gradients(model, group)
+        model.zero_grad()
+        step(model, group)  # and goes on
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_no_backward_made_are_summed() -> None:
+    """Set by hand, with a copy before the sum, and zeros."""
+
+    def body(group: Group) -> None:
+        model = nn.Linear(2, 2)
+        for value in (1.0, 3.0, 0.0, 0.0, 5.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, value).clone()
+            longspan.sum_gradients(model, group)
+            assert all((p.grad == 2 * value).all() for p in model.parameters())
+        for _ in range(2):  # the same data again
+            model.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.clone()
+            longspan.sum_gradients(model, group)
+            assert torch.equal(model.bias.grad, torch.full((2,), 2.0))
+
+    run_ranks(2, body)
+
+
 def test_what_no_backward_reached_again_stays() -> None:
     """Some users zero and train a part of the parameters only."""
 

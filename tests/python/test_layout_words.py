@@ -4,13 +4,24 @@ how attention runs over the ranks, are values."""
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import longspan
-from longspan import AttentionLayout, Group, Mask, Ownership, Packing, Strategy
+from longspan import (
+    AttentionLayout,
+    Group,
+    Mask,
+    Ownership,
+    Packing,
+    Strategy,
+    _estimating,
+    _train_command,
+    _verify_command,
+)
 from longspan.values import named_layouts
 
 PACKING = Packing.of([7, 13, 4], [8, 16, 8])
@@ -124,3 +135,53 @@ def test_teams_are_part_of_a_strategy() -> None:
         Strategy("spiral")
     with pytest.raises(TypeError, match=r"expected one of ring, .* got int"):
         Strategy.of(3)  # type: ignore[arg-type]
+
+
+# ---- Words of commands.
+
+COMMANDS = {
+    "estimate": (_estimating, ["--model", "nowhere", "--tokens", "64"]),
+    "train": (_train_command, ["llama", "--text", "nowhere"]),
+    "verify": (_verify_command, ["llama"]),
+}
+WORDS = [
+    ("--strategy", "ulysses", "head_parallel"),
+    ("--strategy", "head-parallel", "head_parallel"),
+    ("--strategy", "USP", "head_parallel_ring"),
+    ("--strategy", "rings", "ring"),
+    ("--strategy", "spiral", None),
+    ("--layout", "zigzag", "head-tail"),
+    ("--layout", "zig-zag", "head-tail"),
+    ("--layout", "Zig_Zag_varlen", "per-document-head-tail"),
+    ("--layout", "Auto", "auto"),
+    ("--layout", "contiguous", "contiguous-rows"),
+    ("--layout", "\udc80", None),
+    ("--dtype", "fp32", "float32"),
+    ("--dtype", "int3", None),
+]
+
+
+@pytest.mark.parametrize(("flag", "word", "meant"), WORDS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_words_of_other_libraries_get_ours(command: str, flag: str, word: str, meant: Any) -> None:
+    module, arguments = COMMANDS[command]
+    with pytest.raises(_estimating.Refusal) as refusal:
+        module._parser().parse_args([*arguments, flag, word])
+    said = str(refusal.value)
+    assert said.startswith(f"{flag} is '{word}'; expected ")
+    assert said.partition("; did you mean ")[2] == (f"{meant}?" if meant else "")
+    if meant:
+        given = module._parser().parse_args([*arguments, flag, meant])
+        assert getattr(given, flag[2:]) == meant
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_refused_word_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, arguments = COMMANDS[command]
+    assert module.main([*arguments, "--strategy", "ulysses"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        f"longspan {command}: --strategy is 'ulysses'; expected {', '.join(Strategy.names())}; did "
+        f"you mean head_parallel?\n"
+    )

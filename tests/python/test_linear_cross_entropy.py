@@ -12,7 +12,7 @@ from allocations import peak_of
 from torch import Tensor
 
 import longspan
-from longspan import linear_cross_entropy
+from longspan import Group, linear_cross_entropy, run_ranks
 
 WORDS, CHANNELS, TOKENS = 2309, 48, 75
 
@@ -114,6 +114,51 @@ def test_other_reductions(name: str, reduction: str) -> None:
         strict=True,
     ):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[40, 30, 5], [3, 72, 0]])
+def test_the_mean_over_ranks_is_reduced(sizes: list[int]) -> None:
+    """As docs/memory.md has it; the third rank has nothing to learn."""
+    hidden, weight, labels, bias = problem()
+    labels[sizes[0] + sizes[1] :] = -100
+    whole = linear_cross_entropy(hidden, weight, labels, bias, reduction="mean").loss
+    wanted = gradients_of(whole, hidden, weight, bias)
+
+    def body(group: Group) -> tuple[Tensor, list[Tensor]]:
+        mine, targets = hidden.split(sizes)[group.rank()], labels.split(sizes)[group.rank()]
+        found = linear_cross_entropy(mine, weight, targets, bias)
+        loss = longspan.reduce_loss(found.loss, (targets != -100).sum(), group)
+        return loss.detach(), gradients_of(loss, hidden, weight, bias)
+
+    losses, gradients = zip(*run_ranks(3, body), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, whole.detach())
+    for parts, want in zip(zip(*gradients, strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.stack(parts).sum(0), want)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_channels_give_the_bias_alone(dtype: torch.dtype, reduction: str) -> None:
+    hidden = torch.empty(1, 3, 0, dtype=dtype, requires_grad=True)
+    weight = torch.empty(5, 0, dtype=dtype, requires_grad=True)
+    bias = torch.arange(5, dtype=dtype, requires_grad=True)
+    labels = torch.tensor([[1, 4, -100]])
+    loss = linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction).loss
+    true = F.cross_entropy(bias.double().expand(3, 5), labels.view(3), reduction=reduction)
+    torch.testing.assert_close(loss.double().view(true.shape), true, atol=1e-6, rtol=1e-6)
+    (found,) = torch.autograd.grad(loss.sum(), bias, retain_graph=True)
+    (wanted,) = torch.autograd.grad(true.sum(), bias)
+    torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
+    assert [t.shape for t in gradients_of(loss.sum(), hidden, weight)] == [(1, 3, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("channels", [0, 4])
+def test_no_words_have_no_labels(channels: int) -> None:
+    hidden, weight = torch.randn(3, channels), torch.randn(0, channels)
+    assert linear_cross_entropy(hidden, weight, torch.tensor([-100] * 3)).loss == 0
+    with pytest.raises(ValueError, match="label 1 of token 0 is none of the 0 words, and not"):
+        linear_cross_entropy(hidden, weight, torch.tensor([1, -100, -100]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

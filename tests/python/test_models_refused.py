@@ -245,3 +245,39 @@ def test_two_models_that_share_a_configuration_on_every_rank() -> None:
     ((unsharded, unknown),) = set(run_ranks(2, body))
     assert "called without a sharded batch" in unsharded
     assert unknown.startswith("shard: this LlamaForCausalLM is not parallelized")
+
+
+# ---- By what a loss is divided.
+
+COUNTS: list[tuple[Any, str]] = [
+    (0, "is 0, by which the loss is divided; expected the targets of the whole batch"),
+    (-5, "is -5, by which"),
+    (float("nan"), "is nan, by which"),
+    (float("inf"), "is inf, by which"),
+    (torch.tensor(-5), "is -5, by which"),
+    (torch.tensor(float("nan")), "is nan, by which"),
+    (True, "is a bool; expected a number"),
+    ("7", "is a str; expected a number"),
+    (torch.tensor(True), r"is a bool tensor \[\]; expected one number"),
+    (torch.tensor([3, 3]), r"is an int64 tensor \[2\]; expected one number"),
+]
+
+
+@pytest.mark.parametrize(("count", "words"), COUNTS, ids=lambda value: str(value)[:24])
+def test_a_count_that_is_none(count: Any, words: str) -> None:
+    model = longspan.parallelize(decoder("llama"))
+    given = BATCH | {"labels": BATCH["input_ids"], "num_items_in_batch": count}
+    with pytest.raises((ValueError, TypeError), match=f"^shard: `num_items_in_batch` {words}"):
+        longspan.shard(given, model=model)
+    local = longspan.shard(BATCH, model=model) | {"num_items_in_batch": count}
+    with pytest.raises((ValueError, TypeError), match=f"^LlamaForCausalLM: `num_items_.*` {words}"):
+        model(**local)
+
+
+@pytest.mark.parametrize("count", [7, 7.0, torch.tensor(7), torch.tensor([7.0])], ids=str)
+def test_a_count_of_any_type(count: Any) -> None:
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(BATCH, model=model)
+    expected = model(**local).loss * local["num_items_in_batch"] / 7
+    found = model(**local | {"num_items_in_batch": count}).loss
+    torch.testing.assert_close(found.sum(), expected, check_dtype=False)

@@ -75,6 +75,43 @@ def test_labels_that_are_meant(labels: Callable[[torch.Tensor], torch.Tensor]) -
     assert texts == []
 
 
+def shifted_without_a_model(batch: dict[str, Any], **options: Any) -> list[str]:
+    with heard() as texts:
+        for _ in range(2):
+            longspan.shard(batch, rank=0, ranks=2, **options)
+            longspan.values.shard_chunks(batch, 1, rank=0, ranks=2, **options)
+    return texts
+
+
+def test_labels_one_token_ahead_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remarks, "_asked_to_shift", False)
+    ids = CASE.batch["input_ids"]
+    ahead = batch_with(ids.roll(-1, 1))
+    # As they are meant: taken as they are, or unshifted and to be shifted.
+    assert shifted_without_a_model(ahead) == []
+    texts = shifted_without_a_model(ahead, shift_labels=True)
+    assert len(texts) == 1 and "`shift_labels=True` shifts them by one token more" in texts[0]
+    assert texts[0].startswith("shard: `labels` of a whole row")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        lambda ids: ids,
+        lambda ids: ids.masked_fill(torch.arange(ids.shape[1]) < 12, -100),
+        lambda ids: ids.roll(-1, 1).masked_fill(torch.arange(ids.shape[1]) > 4, -100),
+        lambda ids: ids.roll(-1, 1) + (torch.arange(ids.shape[1]) == 3),
+    ],
+    ids=["unshifted", "completion", "few", "one differs"],
+)
+def test_labels_to_be_shifted(
+    labels: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_remarks, "_asked_to_shift", False)
+    batch = batch_with(labels(CASE.batch["input_ids"]))
+    assert shifted_without_a_model(batch, shift_labels=True) == []
+
+
 def test_one_word_over_and_over_tells_nothing() -> None:
     ids = torch.full((2, 32), 7)
     assert _remarks.labels_are_shifted(ids, ids) is None

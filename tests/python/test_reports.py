@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +237,42 @@ def test_lines_on_demand(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         steps(Group(), 2)
     assert len(caplog.messages) == 2
     assert "tokens 64, tokens/s" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("asked", "lines"), [("INFO", 1), (" Info ", 1), ("off", 0), ("", 0)])
+def test_lines_are_asked_for_in_any_letters(
+    asked: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LONGSPAN_LOG", asked)
+    with caplog.at_level("INFO", "longspan"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(Group(), 1)
+    assert len(caplog.messages) == lines
+
+
+def test_another_word_for_lines_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LONGSPAN_LOG", "debug")
+    longspan._reporting._say_what_is_known.cache_clear()
+    with caplog.at_level("INFO", "longspan"), pytest.warns(UserWarning) as told:
+        steps(Group(), 3)
+    assert caplog.messages == []
+    assert [str(one.message) for one in told] == [
+        "longspan: LONGSPAN_LOG is 'debug'; known are `info`, a line after each step of rank 0, and"
+        " `off`"
+    ]
+
+
+def test_tokens_of_an_evaluation_are_in_the_step_after() -> None:
+    def body(group: Group) -> list[int]:
+        batch = {"input_ids": torch.zeros(1, 40, dtype=torch.int64)}
+        steps(group, 1)
+        longspan.shard(batch, group)
+        steps(group, 2)
+        return [step.tokens for step in longspan.report(group).steps]
+
+    assert run_ranks(2, body) == [[64, 104, 64]] * 2
 
 
 def test_nothing_was_cut() -> None:

@@ -103,6 +103,48 @@ def test_a_closure_is_looked_at_when_it_has_run() -> None:
     run_ranks(2, body)
 
 
+def test_copies_of_a_sum_are_told_apart() -> None:
+    """In the words of docs/gradients.md."""
+
+    def body(group: Group) -> None:
+        model, optimizer = made(group)
+        backward(model, group)
+        longspan.sum_gradients(model, group)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+        with pytest.raises(ValueError, match="was not summed over the group"):
+            longspan.clip_grad_norm(model, 1.0, group)
+        with pytest.raises(RuntimeError, match="nobody summed"):
+            optimizer.step()
+        with pytest.raises(ValueError, match="is a copy of one that was summed already"):
+            longspan.sum_gradients(model, group)
+        # What is written into stays, and so does what was copied before.
+        optimizer.zero_grad()
+        backward(model, group)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+        longspan.sum_gradients(model, group)
+        for parameter in model.parameters():
+            parameter.grad.copy_(parameter.grad.clone())
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_master_copies_are_nobodys() -> None:
+    def body(group: Group) -> None:
+        model, _ = made(group)
+        masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(masters)
+        backward(model, group)
+        longspan.sum_gradients(model, group)
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.clone()
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
 def test_whoever_sums_by_hand_says_so() -> None:
     def body(group: Group) -> None:
         model, optimizer = made(group, check_steps=False)

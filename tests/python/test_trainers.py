@@ -215,6 +215,10 @@ class TestRefusals:
             ({"accelerator_config": {"dispatch_batches": True}}, "ask for dispatch_batches=True"),
             ({"train_sampling_strategy": "batch_rebalance"}, "ask for train_sampling_strategy"),
             ({"eval_use_gather_object": True}, "ask for eval_use_gather_object"),
+            ({"optim": "lomo"}, "ask for optim='lomo', which steps inside backward"),
+            ({"optim": "adalomo"}, "ask for optim='adalomo', which steps inside"),
+            ({"optim": "galore_adamw_layerwise"}, "ask for optim='galore_adamw_layerwise'"),
+            ({"optim": "apollo_adamw_layerwise"}, "such as 'adamw_torch' or 'adafactor'"),
             ({"compute_loss_func": print}, "`compute_loss_func` would get a rank's share"),
         ],
     )
@@ -292,6 +296,21 @@ class TestRefusals:
         message = r"expected every one of the 3 ranks in one group, all of one size"
         with pytest.raises(ValueError, match=rf"^TrainerMixin: the groups of the .*; {message}"):
             _replicas.Replicas.around("TrainerMixin", longspan.Group.solo())
+
+    def test_a_count_of_no_targets(self, tmp_path: pathlib.Path) -> None:
+        made, batch = self.made(folder=tmp_path), cases.padded([cases.Rows()[0], cases.Rows()[3]])
+        for count in (0, torch.tensor(-4)):
+            with pytest.raises(ValueError, match="TrainerMixin: `num_items_in_batch` is"):
+                made.compute_loss(made.model, batch, num_items_in_batch=count)
+        assert made.compute_loss(made.model, batch, num_items_in_batch=torch.tensor(4)).isfinite()
+
+    def test_an_optimizer_that_steps_in_backward(self, tmp_path: pathlib.Path) -> None:
+        made = self.made(folder=tmp_path, optim="adafactor")
+        made.accelerator.has_lomo_optimizer = True  # as accelerate notes when it gets one
+        before = [weight.detach().clone() for weight in made.model.parameters()]
+        with pytest.raises(NotImplementedError, match="the optimizer is one of lomo_optim, which"):
+            made.train()
+        assert all(map(torch.equal, before, made.model.parameters()))
 
     def test_a_loss_that_nobody_knows(self, tmp_path: pathlib.Path) -> None:
         class Preferences(Trainer):  # type: ignore[misc]

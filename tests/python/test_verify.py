@@ -341,7 +341,7 @@ REFUSED = [
     (["all", "--weights"], "--weights goes with a folder"),
     (["all", "llama"], "`all` are all families; give it alone"),
     (["llama", "--jobs", "0"], "--jobs is 0"),
-    (["llama", "--dtype", "int8"], "invalid choice"),
+    (["llama", "--dtype", "int8"], "--dtype is 'int8'; expected float64, float32, bfloat16"),
     ([], "MODEL"),
 ]
 
