@@ -117,6 +117,22 @@ CASES = {
         "`mm_token_type_ids` is int64 [1, 21]; expected 1 rows of 22 tokens",
         batch={"mm_token_type_ids": torch.ones(1, 21, dtype=torch.long)},
     ),
+    "pools of tokens that are counted by twos": Refused(
+        "deepseek_v4",
+        "`position_ids` has 2 for token 1 of row 0, which is number 1 of its document, and "
+        "'model.layers.1.self_attn' makes and shows pools by these numbers; count 0, 1, 2, ...",
+        batch={"position_ids": BATCH["position_ids"] * 2},
+        when_equal=True,
+    ),
+    "pools of tokens that are counted from elsewhere": Refused(
+        "deepseek_v4",
+        "`position_ids` has 24 for token 17 of row 0, which is number 0 of its document",
+        batch={
+            "position_ids": BATCH["position_ids"] + 24 * (torch.arange(22) > 16),
+            "seq_lens": torch.tensor([[17, 5]]),
+        },
+        when_equal=True,
+    ),
     "embeddings without ids": Refused(
         "deepseek_v4",
         "'model.layers.0.mlp.gate' chooses experts by token id",
@@ -238,6 +254,16 @@ def test_an_edit_that_changes_no_answer_is_taken_and_one_set_back_too() -> None:
     configured(layer_types=["full_attention"] * 4, sliding_window=4)(model)
     configured(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5)(model)
     assert model(**longspan.shard(BATCH, model=model)).loss.equal(expected)
+
+
+def test_positions_of_pads_are_free_beside_pools() -> None:
+    model = longspan.parallelize(decoder("deepseek_v4"))
+    mask = (torch.arange(12) >= 3).long()[None]
+    batch = {"input_ids": BATCH["input_ids"][:, :12], "attention_mask": mask}
+    expected = model(**longspan.shard(batch, model=model)).logits[:, 3:]
+    batch["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as generate has it
+    found = model(**longspan.shard(batch, model=model)).logits[:, 3:]
+    assert found.equal(expected)
 
 
 def test_an_edit_after_the_batch_was_cut_is_seen_by_the_call() -> None:
