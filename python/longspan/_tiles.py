@@ -139,6 +139,17 @@ def head_of(part: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def _hook_on(head: nn.Module) -> Any:
+    """One that wants the logits of an output layer or their gradient, or None. Those before the
+    layer see what they always do, and fully_shard's own do without."""
+    for hooks in (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks):
+        for hook in hooks.values():
+            function = getattr(hook, "func", hook)  # a partial is from functools
+            if not str(getattr(function, "__module__", "")).startswith("torch.distributed."):
+                return function
+    return None
+
+
 def tail_of(twin: PreTrainedModel, ids: Tensor) -> Tail:
     """Seen on a twin whose output layer answers with numbers of our choice."""
     name = type(twin).__name__
@@ -203,6 +214,19 @@ class TiledLoss:
         self.loss = found.loss.view(1, 1, 1)
         return self.loss
 
+    def _refuse(self, hook: Any) -> None:
+        """A hook gets a loss in place of logits, and what it makes of it reaches nobody."""
+        if self.tile is None:
+            return
+        name = next((n for n, one in self.part.named_modules() if one is self.head), "the head")
+        raise NotImplementedError(
+            f"{type(self.part).__name__}: '{name}' has the hook "
+            f"{getattr(hook, '__qualname__', type(hook).__name__)} since the model was "
+            f"parallelized, and with loss_tile={self.tile} it makes no logits that a hook could "
+            f"see; remove the hook, call with output_logits=True, or restore the model and "
+            f"parallelize it with loss_tile=None"
+        )
+
     def wants(self, options: dict[str, Any]) -> bool:
         """Whether a call is for its loss alone, and worth it."""
         labels = options.get("shift_labels")
@@ -212,6 +236,9 @@ class TiledLoss:
             return False
         if is_sharded(self.head.weight) and not is_fully_sharded(self.head):
             return False  # whatever cut it does not put it together for this
+        if not torch.compiler.is_compiling() and (hook := _hook_on(self.head)) is not None:
+            self._refuse(hook)
+            return False  # "auto": logits, which are there for hooks
         words: int = self.head.out_features
         return self.tile is not None or labels.numel() * words * 4 > _WORTH_TILES
 
