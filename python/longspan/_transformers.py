@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,8 +142,24 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             assert made is not None
             layers.append(made(name, module))
     if not layers:
-        raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
+        raise _nothing_attends(model, every)
     return layers
+
+
+def _nothing_attends(
+    model: torch.nn.Module, every: Sequence[tuple[str, torch.nn.Module]]
+) -> Exception:
+    """Why no layer of a model can be redirected."""
+    out = "call longspan.attend in place of its attention"
+    for name, module in every:
+        kind = type(module).__name__
+        if "Attention" in kind:
+            return NotImplementedError(
+                f"parallelize: '{name}' ({kind}) does not say that it is causal (is_causal), as "
+                f"layers do that leave masks to transformers: which keys it sees is its own "
+                f"matter, and nobody has looked at it; {out}"
+            )
+    return TypeError(f"parallelize: found no attention layers in {type(model).__name__}; {out}")
 
 
 def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -21,7 +21,7 @@ import transformers
 from oracle.tiny_decoders import decoder, packed
 from oracle.whole_models import parts_of
 
-from longspan import _model_inputs
+from longspan import _families, _model_inputs
 
 BATCH = packed([17, 5]).batch
 Change = Callable[[Any], None]
@@ -202,6 +202,16 @@ CASES = {
     "has a cache": Refused(
         "llama", "got `past_key_values`: a cache holds", batch={"past_key_values": ()}
     ),
+    "another sign for nothing to learn": Refused(
+        "llama",
+        "got `ignore_index`: targets that teach nothing are -100",
+        batch={"ignore_index": 5},
+    ),
+    "one token's logits": Refused(
+        "llama",
+        "got `logits_to_keep`: every rank would keep",
+        batch={"logits_to_keep": torch.tensor(0)},
+    ),
     "an ownership of other tokens": Refused(
         "deepseek_v4",
         "the ownership has 16 tokens",
@@ -245,6 +255,19 @@ def test_every_rank_says_so_before_anything_is_sent(name: str) -> None:
     for said in run_ranks(2, body):
         who = "shard" if case.by_shard else "parallelize"
         assert re.match(f"{who}: {re.escape(case.message)}", said), said
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_what_a_call_says_that_changes_nothing_is_taken(tile: int | None) -> None:
+    model = longspan.parallelize(decoder("llama"), loss_tile=tile)
+    local = longspan.shard(BATCH, model=model)
+    loss = model(**local).loss
+    assert model(**local, ignore_index=-100, logits_to_keep=0).loss.equal(loss)
+    for given in ({"ignore_index": 0}, {"ignore_index": None}, {"logits_to_keep": torch.tensor(0)}):
+        with pytest.raises(
+            NotImplementedError, match=f"LlamaForCausalLM: got `{next(iter(given))}`"
+        ):
+            model(**local, **given)
 
 
 def test_an_edit_that_changes_no_answer_is_taken_and_one_set_back_too() -> None:
@@ -335,6 +358,15 @@ def test_every_rank_names_a_transformers_outside_of_the_range(
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     assert told(lambda: decoder("llama"), ImportError).startswith(
         f"parallelize: transformers {version} is installed, and 5.17 up to below 6 is understood"
+    )
+
+
+def test_every_rank_names_an_attention_with_masks_of_its_own() -> None:
+    (doge,) = (family for family in _families.families() if family.name == "doge")
+    assert told(lambda: _families.made(doge), NotImplementedError) == (
+        "parallelize: 'model.layers.0.self_attn' (DogeAttention) does not say that it is causal "
+        "(is_causal), as layers do that leave masks to transformers: which keys it sees is its "
+        "own matter, and nobody has looked at it; call longspan.attend in place of its attention"
     )
 
 
