@@ -17,6 +17,7 @@ from longspan import Group, _tiles, run_ranks
 
 pytest.importorskip("transformers")
 
+import transformers
 from oracle.tiny_decoders import CASES, VOCABULARY, decoder, gradients_of, packed
 from oracle.whole_models import parts_of
 from transformers import LlamaForCausalLM
@@ -179,6 +180,30 @@ def test_a_hook_on_the_output_layer_of_a_loss_in_tiles(kind: str) -> None:
     assert model(**local, output_logits=True).logits is not None
     handle.remove()
     assert model(**local).logits is None
+
+
+def test_a_number_for_logits_that_a_model_keeps() -> None:
+    """Cohere scales logits by its own copy of what its configuration said."""
+    config = decoder("llama").config
+    small = {k: getattr(config, k) for k in ("hidden_size", "vocab_size", "num_attention_heads")}
+    made = transformers.CohereForCausalLM(
+        transformers.CohereConfig(**small, num_hidden_layers=1, logit_scale=0.25)
+    )
+    batch = packed([7, 5]).batch
+    model = longspan.parallelize(copy.deepcopy(made), loss_tile=4)
+    local = longspan.shard(batch, model=model)
+    assert model(**local).logits is None
+    model.logit_scale = 0.5
+    with pytest.raises(
+        NotImplementedError,
+        match=r"CohereForCausalLM: `logit_scale` of CohereForCausalLM is 0.5, and its "
+        "configuration made it 0.25, so loss_tile=4 would give another loss",
+    ):
+        model(**local)
+    made.logit_scale = 0.5
+    with pytest.raises(NotImplementedError, match="cannot be made in tiles: `logit_scale` of"):
+        longspan.parallelize(made, loss_tile=4)
+    longspan.parallelize(made)  # "auto": whole logits
 
 
 def test_hooks_before_the_output_layer_see_what_they_always_do() -> None:
