@@ -299,8 +299,20 @@ def _look_for_mask(
     check_inputs(type(module).__name__, given)
     if not torch.compiler.is_compiling():
         check_settings(type(module).__name__, vars(module)[MARK])
+        _check_shifted(module, given)
     if has_loss(module):
         remark_on_missing_count(vars(module)[MARK], module, given)
+
+
+def _check_shifted(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """That a model is not left to shift labels itself, among the tokens of one rank."""
+    alone = given.get("labels") is not None and given.get("shift_labels") is None
+    if alone and has_loss(module) and vars(module)[MARK].group.size() > 1:
+        raise ValueError(
+            f"{type(module).__name__}: got `labels` without `shift_labels`, and would shift them "
+            f"among this rank's tokens, whose neighbours may lie on another; give `labels` to "
+            f"shard, and pass on all that it gave, as model(**local)"
+        )
 
 
 def _look_at_logits(

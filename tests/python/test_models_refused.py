@@ -257,6 +257,21 @@ def test_every_rank_says_so_before_anything_is_sent(name: str) -> None:
         assert re.match(f"{who}: {re.escape(case.message)}", said), said
 
 
+def test_labels_that_a_rank_would_shift_alone() -> None:
+    def body(group: Group) -> str:
+        model = longspan.parallelize(decoder("llama"), group)
+        local = longspan.shard(BATCH, group, model=model)
+        assert model(**local).loss.isfinite()
+        sent = group.sent_bytes
+        with pytest.raises(ValueError) as raised:
+            model(**{key: value for key, value in local.items() if key != "shift_labels"})
+        assert group.sent_bytes == sent
+        return str(raised.value)
+
+    (message,) = set(run_ranks(2, body))
+    assert message.startswith("LlamaForCausalLM: got `labels` without `shift_labels`, and would")
+
+
 @pytest.mark.parametrize("tile", [None, 4])
 def test_what_a_call_says_that_changes_nothing_is_taken(tile: int | None) -> None:
     model = longspan.parallelize(decoder("llama"), loss_tile=tile)
