@@ -156,7 +156,8 @@ def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
                     known.tail = _proving.show_tail(known.twin)
             except CannotTile as error:
                 known.tail = str(error)
-    return known.tail
+    other = known.tail.other(part) if isinstance(known.tail, Tail) else None
+    return known.tail if other is None else other
 
 
 def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:

@@ -26,6 +26,7 @@ from longspan._images import add_pictures, without_pictures
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._model_batch import (
     add_attention,
+    check_counting,
     check_group,
     counted_from_zero,
     documents_of_seq_idx,
@@ -167,6 +168,8 @@ def shard(
                 _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         local = share(batch, place, agreement, state, reading, layout, form, multiple)
+        if state is not None:
+            check_counting("shard", local[KEYWORD].whole.rows, state.layers)
     if shift_labels and place.rank == 0:
         remark_on_shifting("shard", batch)
     if place.group is not None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from longspan import _C
-from longspan._arguments import said
+from longspan._arguments import said, wrong
 from longspan._group import Group
 from longspan._groups_of_tokens import groups_in
 from longspan._local_batch import LocalBatch
-from longspan._models import LocalAttention, Parallelized
+from longspan._models import AttentionLayer, LocalAttention, Parallelized
 from longspan._remarks import targets_of
 
 _IGNORED = -100
@@ -89,6 +89,30 @@ def with_targets(rows: _C.RowBatch) -> tuple[_C.RowBatch, torch.Tensor | None]:
     targets = dict(rows.tokens)["shift_labels"].ne(_IGNORED).sum()
     # A batch with nothing to learn has loss 0, not 0 / 0.
     return rows, targets.clamp(min=1)
+
+
+def check_counting(who: str, rows: _C.RowBatch, layers: Sequence[AttentionLayer]) -> None:
+    """Pools begin with their document, and a token sees those that ended before its place in it:
+    for layers that have any, given positions must be these places."""
+    given = dict(rows.tokens).get("position_ids")
+    pools = next((one for one in layers if one.pools is not None and one.pools.ratio), None)
+    if pools is None or given is None:
+        return
+    if given.dim() != 2:
+        raise wrong(who, "position_ids", given, "[rows, tokens], as layers with pools take them")
+    packings = _C.pack(rows, "rows").packings
+    places = torch.stack([_C.position_ids(packing) for packing in packings])
+    pads = torch.stack([_C.padding_mask(packing) for packing in packings])
+    positions = given.expand_as(places).to(places.device)
+    other = (positions.ne(places) & ~pads).nonzero()
+    if len(other):
+        row, token = other[0].tolist()
+        raise ValueError(
+            f"{who}: `position_ids` has {positions[row, token]} for token {token} of row {row}, "
+            f"which is number {places[row, token]} of its document, and '{pools.name}' makes and "
+            f"shows pools by these numbers; count 0, 1, 2, ... in every document, or leave "
+            f"`position_ids` out and give `seq_lens`"
+        )
 
 
 def counted_from_zero(batch: Mapping[str, Any], first: int) -> Mapping[str, Any]:

@@ -23,6 +23,16 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
+def _keeps(value: Any) -> bool:
+    """A tensor names the tokens to keep, also one without axes: 0 in it is not the int that
+    keeps all."""
+    return isinstance(value, torch.Tensor) or _asked(value)
+
+
+def _is_another(value: Any) -> bool:
+    return not (isinstance(value, int) and value == -100)
+
+
 _CACHE = (
     "a cache holds the keys of whole rows, and every rank has a part of each; leave it out, or "
     "call longspan.restore(model) to decode"
@@ -38,11 +48,16 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cross_attention_states": (_given, _OTHER_STATES),
     "encoder_hidden_states": (_given, _OTHER_STATES),
     "logits_to_keep": (
-        _asked,
+        _keeps,
         "every rank would keep the last tokens of its own share; take them from "
         "longspan.unshard(out.logits, local)",
     ),
-    "num_logits_to_keep": (_asked, "every rank would keep the last tokens of its own share"),
+    "num_logits_to_keep": (_keeps, "every rank would keep the last tokens of its own share"),
+    "ignore_index": (
+        _is_another,
+        "targets that teach nothing are -100 over ranks, those of pads too, and are counted so; "
+        "give labels with -100 there and leave it out",
+    ),
 }
 
 

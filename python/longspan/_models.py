@@ -26,6 +26,7 @@ from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
 from longspan._scans import Borders, Scans
+from longspan._settings import Settings
 from longspan._sources import Sources
 from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
@@ -176,6 +177,8 @@ class Parallelized:
     tiled: list[str] = field(default_factory=list)
     #: The models inside.
     seen: list[Inventory] = field(default_factory=list)
+    #: What their configurations and layers said.
+    settings: Settings | None = None
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -578,6 +581,7 @@ def set_up(model: torch.nn.Module, state: Parallelized) -> None:
         state.put_back()
         raise
     state.seen = _transformers.inventory(model)
+    state.settings = _transformers.settings_of(model, state)
 
 
 def restore(model: Model) -> Model:

@@ -26,7 +26,7 @@ from longspan._recipes import recipes_in
 from longspan._recipes.recipe import NotSharded
 from longspan._routers import ASKED, loss_of_routers
 from longspan._strategy import Strategy
-from longspan._tiles import CannotTile, Tail, tail_of, tile_loss
+from longspan._tiles import STUMBLES, CannotTile, Tail, kept_numbers, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
 from longspan._transformers import attention_layers, check_batch, first_position, has_loss
 
@@ -497,9 +497,9 @@ def show_tail(twin: Any) -> Tail:
     targets = ids.roll(-1, 1)
     targets[:, -1] = -100
     try:
-        tail = tail_of(twin, ids)
+        tail = kept_numbers(twin, ids, tail_of(twin, ids))
         own, tiled = (_own_loss(twin, ids, targets, one) for one in (None, tail))
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except STUMBLES as error:
         said = " ".join(str(error).split())
         raise CannotTile(f"{name} does not run so: {type(error).__name__}: {said}") from error
     try:

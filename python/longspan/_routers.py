@@ -233,13 +233,28 @@ def check_model(part: PreTrainedModel) -> None:
 
 
 def check_jitter(who: str, part: PreTrainedModel) -> None:
-    for name, value in vars(part.config).items():
-        noisy = "jitter" in name and isinstance(value, (int, float)) and value > 0
-        if noisy and _routers(part):
+    """Refuses noise on what routers see, which modules keep from the configuration that they
+    were made with: one that says 0 now does not switch it off."""
+    if not _routers(part):
+        return
+    for where, key, value in _jitters(part):
+        if isinstance(value, (int, float)) and value > 0:
             raise NotImplementedError(
                 f"{who}: {type(part).__name__} multiplies what its routers see by noise in "
-                f"training ({name} is {value:g}), which would depend on the ranks; set it to 0"
+                f"training ({key} {where}is {value:g}), which would depend on the ranks; set it "
+                f"to 0{', in every module' if where else ''}"
             )
+
+
+def _jitters(part: PreTrainedModel) -> Iterator[tuple[str, str, Any]]:
+    """Of the configuration and those in it, and of modules: where, name, value."""
+    inside = [value for value in vars(part.config).values() if hasattr(value, "to_dict")]
+    for config in (part.config, *inside):
+        yield from (("", key, value) for key, value in vars(config).items() if "jitter" in key)
+    for name, module in walked(part):
+        for key, value in vars(module).items():
+            if "jitter" in key:
+                yield f"of '{name}' ", key, value
 
 
 def _makes_loss(part: PreTrainedModel) -> bool:

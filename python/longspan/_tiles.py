@@ -16,6 +16,7 @@ in memory of the host.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import warnings
@@ -32,6 +33,7 @@ from longspan._cross_entropy import linear_cross_entropy
 from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention, Parallelized
 from longspan._twins import kind_of
+from longspan._walking import walked
 from longspan._wrappings import is_fully_sharded, is_sharded
 
 if TYPE_CHECKING:
@@ -48,12 +50,27 @@ class CannotTile(Exception):
     """Why the logits of a model cannot be made in tiles."""
 
 
+#: What models raise that do not run as they are called.
+STUMBLES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+
+
 @dataclass(frozen=True)
 class Tail:
     """What a family does to the output layer's answer: times `scale`, then capped."""
 
     scale: float
     softcap: float | None
+    #: Numbers that models keep for it beside the configuration: (module, name, value).
+    kept: tuple[tuple[str, str, Any], ...] = ()
+
+    def other(self, part: nn.Module) -> str | None:
+        """The first of these numbers that is another in a model, in words."""
+        for name, key, value in self.kept:
+            now = getattr(part.get_submodule(name), key, None)
+            if now != value:
+                whose = f"'{name}'" if name else kind_of(part).__name__
+                return f"`{key}` of {whose} is {now}, and its configuration made it {value}"
+        return None
 
     def of(self, x: Tensor) -> Tensor:
         scaled = x * self.scale
@@ -139,6 +156,17 @@ def head_of(part: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def _hook_on(head: nn.Module) -> Any:
+    """One that wants the logits of an output layer or their gradient, or None. Those before the
+    layer see what they always do, and fully_shard's own do without."""
+    for hooks in (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks):
+        for hook in hooks.values():
+            function = getattr(hook, "func", hook)  # a partial is from functools
+            if not str(getattr(function, "__module__", "")).startswith("torch.distributed."):
+                return function
+    return None
+
+
 def tail_of(twin: PreTrainedModel, ids: Tensor) -> Tail:
     """Seen on a twin whose output layer answers with numbers of our choice."""
     name = type(twin).__name__
@@ -164,6 +192,37 @@ def tail_of(twin: PreTrainedModel, ids: Tensor) -> Tail:
     if not torch.allclose(seen, tail.of(given).expand_as(seen), rtol=1e-5, atol=1e-5):
         raise CannotTile(f"{name} does more to its logits than to scale and cap them")
     return tail
+
+
+#: Parts of the names of numbers that models may do to logits.
+_TAILS = ("logit", "scal", "multiplier", "cap")
+
+
+def kept_numbers(twin: PreTrainedModel, ids: Tensor, tail: Tail) -> Tail:
+    """With those numbers on the modules of a twin that change what it does to logits."""
+    from transformers import PreTrainedModel
+
+    found = []
+    for name, module in walked(twin):
+        for key, value in list(vars(module).items()) if isinstance(module, PreTrainedModel) else ():
+            if not any(part in key for part in _TAILS) or isinstance(value, bool):
+                continue
+            if value is None or (
+                isinstance(value, (int, float)) and _matters(twin, ids, tail, module, key)
+            ):
+                found.append((name, key, value))
+    return dataclasses.replace(tail, kept=tuple(found))
+
+
+def _matters(twin: PreTrainedModel, ids: Tensor, tail: Tail, module: nn.Module, key: str) -> bool:
+    value = vars(module)[key]
+    vars(module)[key] = 2 * value + 1
+    try:
+        return tail_of(twin, ids) != tail
+    except (CannotTile, *STUMBLES):
+        return True
+    finally:
+        vars(module)[key] = value
 
 
 def _rounded(number: float) -> float:
@@ -203,6 +262,15 @@ class TiledLoss:
         self.loss = found.loss.view(1, 1, 1)
         return self.loss
 
+    def _otherwise(self) -> str | None:
+        """What came since the model was parallelized: another number for its logits, or a hook,
+        which gets a loss in place of logits, and what it makes of it reaches nobody."""
+        hook = _hook_on(self.head)
+        if hook is None:
+            return self.tail.other(self.part)
+        name = next((n for n, one in self.part.named_modules() if one is self.head), "the head")
+        return f"'{name}' has the hook {getattr(hook, '__qualname__', type(hook).__name__)} now"
+
     def wants(self, options: dict[str, Any]) -> bool:
         """Whether a call is for its loss alone, and worth it."""
         labels = options.get("shift_labels")
@@ -212,6 +280,15 @@ class TiledLoss:
             return False
         if is_sharded(self.head.weight) and not is_fully_sharded(self.head):
             return False  # whatever cut it does not put it together for this
+        why = None if torch.compiler.is_compiling() else self._otherwise()
+        if why is not None:
+            if self.tile is None:
+                return False  # logits, as models make them
+            raise NotImplementedError(
+                f"{type(self.part).__name__}: {why}, so loss_tile={self.tile} would give another "
+                f"loss; put that back, call with output_logits=True, or restore the model and "
+                f"parallelize it with loss_tile=None"
+            )
         words: int = self.head.out_features
         return self.tile is not None or labels.numel() * words * 4 > _WORTH_TILES
 

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from longspan._models import AttentionLayer, Inventory, LocalAttention, Parallel
 from longspan._recipes import recipe_for, recipes_in, selected_keys
 from longspan._recipes.recipe import check_no_dropout, not_sharded
 from longspan._remarks import looks_again, remark_on_missing_count, remark_on_own_mean
+from longspan._settings import Settings
 from longspan._sources import sources_of
 from longspan._steps import MARK
 from longspan._twins import fingerprint, kinds_in, named_kinds
@@ -136,12 +137,29 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
                     f"parallelize: '{name}' attends to both sides; only causal decoders are "
                     f"understood"
                 )
+            _check_window(name, module)
             made = _layer if recipe is None else recipe.layer
             assert made is not None
             layers.append(made(name, module))
     if not layers:
-        raise TypeError(f"parallelize: found no attention layers in {type(model).__name__}")
+        raise _nothing_attends(model, every)
     return layers
+
+
+def _nothing_attends(
+    model: torch.nn.Module, every: Sequence[tuple[str, torch.nn.Module]]
+) -> Exception:
+    """Why no layer of a model can be redirected."""
+    out = "call longspan.attend in place of its attention"
+    for name, module in every:
+        kind = type(module).__name__
+        if "Attention" in kind:
+            return NotImplementedError(
+                f"parallelize: '{name}' ({kind}) does not say that it is causal (is_causal), as "
+                f"layers do that leave masks to transformers: which keys it sees is its own "
+                f"matter, and nobody has looked at it; {out}"
+            )
+    return TypeError(f"parallelize: found no attention layers in {type(model).__name__}; {out}")
 
 
 def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -184,9 +202,34 @@ def inventory(model: torch.nn.Module) -> list[Inventory]:
     ]
 
 
+_AGAIN = "call longspan.restore(model) and longspan.parallelize(model, group) again"
+
+
+def settings_of(model: torch.nn.Module, state: Parallelized) -> Settings:
+    """What configurations and layers say now, of a model that is redirected."""
+    ours = {id(config): config for _, config, _ in state.configs}
+    return Settings(
+        ours.values(),
+        [original for original, _, _ in state.configs],
+        [(name, m) for name, m in beside_towers(model) if id(vars(m).get("config")) in ours],
+    )
+
+
+def check_settings(who: str, state: Parallelized) -> None:
+    """That configurations and layers say what they said when the model was let in."""
+    assert state.settings is not None
+    if (changed := state.settings.other_attention()) is not None:
+        raise ValueError(
+            f"{who}: {changed}: another attention would see this rank's tokens alone; {_AGAIN}"
+        )
+    if (changed := state.settings.changed()) is not None:
+        raise ValueError(f"{who}: {changed}, which nobody has looked at; set it back, or {_AGAIN}")
+
+
 def check_unchanged(state: Parallelized) -> None:
     """That a model still consists of what was let in."""
-    again = "call longspan.restore(model) and longspan.parallelize(model, group) again"
+    again = _AGAIN
+    check_settings("shard", state)
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
             if (changed := sources.changed()) is not None:
@@ -254,12 +297,26 @@ def _look_for_mask(
     given = dict(zip(names, in_order, strict=False)) | arguments
     _check_no_mask(module, given.get("attention_mask"))
     check_inputs(type(module).__name__, given)
+    if not torch.compiler.is_compiling():
+        check_settings(type(module).__name__, vars(module)[MARK])
+        _check_shifted(module, given)
     if has_loss(module):
         state = vars(module)[MARK]
         remark_on_missing_count(state, module, given)
         count = given.get("num_items_in_batch")
         if isinstance(count, torch.Tensor) and looks_again(state, "divisor"):
             check_divisor(type(module).__name__, count, on_device=True)
+
+
+def _check_shifted(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """That a model is not left to shift labels itself, among the tokens of one rank."""
+    alone = given.get("labels") is not None and given.get("shift_labels") is None
+    if alone and has_loss(module) and vars(module)[MARK].group.size() > 1:
+        raise ValueError(
+            f"{type(module).__name__}: got `labels` without `shift_labels`, and would shift them "
+            f"among this rank's tokens, whose neighbours may lie on another; give `labels` to "
+            f"shard, and pass on all that it gave, as model(**local)"
+        )
 
 
 def _look_at_logits(
@@ -412,6 +469,26 @@ def _window(module: Any) -> int | None:
         return None
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     return window or None
+
+
+def _check_window(name: str, module: Any) -> None:
+    """That a layer's own window is that of its configuration: masks are made by the one, and
+    attention functions are called with the other."""
+    kind: Any = type(module)
+    if "sliding_window" not in vars(module) or not _builds_windows(kind):
+        return
+    config, index = module.config, getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    sees = kinds[index] if kinds and index is not None else "sliding_attention"
+    own, said = module.sliding_window, getattr(config, "sliding_window", None)
+    if sees in _LAYER_KINDS and (own or None) != (said or None):
+        if sees == "full_attention" and not own:
+            return
+        raise ValueError(
+            f"parallelize: `sliding_window` of '{name}' is {own}, and its {type(config).__name__} "
+            f"says {said}: masks are made by the one and attention is called with the other; set "
+            f"both to the same"
+        )
 
 
 @functools.cache

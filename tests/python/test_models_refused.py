@@ -21,7 +21,7 @@ import transformers
 from oracle.tiny_decoders import decoder, packed
 from oracle.whole_models import parts_of
 
-from longspan import _model_inputs
+from longspan import _families, _model_inputs
 
 BATCH = packed([17, 5]).batch
 Change = Callable[[Any], None]
@@ -60,8 +60,28 @@ def adapt(model: Any) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
-def set_routers(model: Any) -> None:
-    model.config.output_router_logits = True
+def configured(**settings: Any) -> Change:
+    """Sets them in the configuration that the model has then."""
+
+    def change(model: Any) -> None:
+        for key, value in settings.items():
+            setattr(model.config, key, value)
+
+    return change
+
+
+def turn_faster(model: Any) -> None:
+    model.config.rope_parameters["rope_theta"] = 5.0
+
+
+def widen_a_window(model: Any) -> None:
+    model.model.layers[2].self_attn.sliding_window = 9
+
+
+def configure_a_layer(model: Any) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "sdpa"
 
 
 V4_RATES = {"compressed_sparse_attention": 0, "heavily_compressed_attention": 8}
@@ -97,6 +117,22 @@ CASES = {
         "`mm_token_type_ids` is int64 [1, 21]; expected 1 rows of 22 tokens",
         batch={"mm_token_type_ids": torch.ones(1, 21, dtype=torch.long)},
     ),
+    "pools of tokens that are counted by twos": Refused(
+        "deepseek_v4",
+        "`position_ids` has 2 for token 1 of row 0, which is number 1 of its document, and "
+        "'model.layers.1.self_attn' makes and shows pools by these numbers; count 0, 1, 2, ...",
+        batch={"position_ids": BATCH["position_ids"] * 2},
+        when_equal=True,
+    ),
+    "pools of tokens that are counted from elsewhere": Refused(
+        "deepseek_v4",
+        "`position_ids` has 24 for token 17 of row 0, which is number 0 of its document",
+        batch={
+            "position_ids": BATCH["position_ids"] + 24 * (torch.arange(22) > 16),
+            "seq_lens": torch.tensor([[17, 5]]),
+        },
+        when_equal=True,
+    ),
     "embeddings without ids": Refused(
         "deepseek_v4",
         "'model.layers.0.mlp.gate' chooses experts by token id",
@@ -111,11 +147,70 @@ CASES = {
         batch={"output_router_logits": True},
     ),
     "routers in the configuration": Refused(
-        "llama", "output_router_logits is set, but LlamaForCausalLM", after=set_routers
+        "llama",
+        "output_router_logits is set, but LlamaForCausalLM",
+        after=configured(output_router_logits=True),
+    ),
+    "another attention": Refused(
+        "llama",
+        "`_attn_implementation` of its LlamaConfig was 'longspan' when the model was parallelized "
+        "and is 'sdpa' now: another attention would see this rank's tokens alone; call "
+        "longspan.restore(model) and longspan.parallelize(model, group) again",
+        after=configured(_attn_implementation="sdpa"),
+    ),
+    "another attention in a layer": Refused(
+        "llama",
+        "`config` of 'model.layers.1.self_attn' is another LlamaConfig than when it was",
+        after=configure_a_layer,
+    ),
+    "another window": Refused(
+        "gemma4",
+        "`sliding_window` of its Gemma4TextConfig was 5 when the model was parallelized and is 3 "
+        "now, which nobody has looked at; set it back, or call longspan.restore(model) and",
+        after=configured(sliding_window=3),
+    ),
+    "a window of one layer": Refused(
+        "gemma4",
+        "`sliding_window` of 'model.layers.2.self_attn' was 5 when the model was parallelized and "
+        "is 9 now",
+        after=widen_a_window,
+    ),
+    "a layer of another kind": Refused(
+        "gemma4",
+        "`layer_types[0]` of its Gemma4TextConfig was 'sliding_attention' when the model was "
+        "parallelized and is 'full_attention' now",
+        after=configured(layer_types=["full_attention"] * 4),
+    ),
+    "another cap": Refused(
+        "gemma4",
+        "`final_logit_softcapping` of its Gemma4TextConfig was None",
+        after=configured(final_logit_softcapping=2.0),
+    ),
+    "other rotary positions": Refused(
+        "llama",
+        "`rope_parameters['rope_theta']` of its LlamaConfig was 10000.0 when the model was "
+        "parallelized and is 5.0 now",
+        after=turn_faster,
+    ),
+    "both ways": Refused(
+        "llama",
+        "`is_causal` of its LlamaConfig was not there when the model was parallelized and is "
+        "False now",
+        after=configured(is_causal=False),
     ),
     "wants a cache": Refused("llama", "got `use_cache`: a cache holds", batch={"use_cache": True}),
     "has a cache": Refused(
         "llama", "got `past_key_values`: a cache holds", batch={"past_key_values": ()}
+    ),
+    "another sign for nothing to learn": Refused(
+        "llama",
+        "got `ignore_index`: targets that teach nothing are -100",
+        batch={"ignore_index": 5},
+    ),
+    "one token's logits": Refused(
+        "llama",
+        "got `logits_to_keep`: every rank would keep",
+        batch={"logits_to_keep": torch.tensor(0)},
     ),
     "an ownership of other tokens": Refused(
         "deepseek_v4",
@@ -162,6 +257,89 @@ def test_every_rank_says_so_before_anything_is_sent(name: str) -> None:
         assert re.match(f"{who}: {re.escape(case.message)}", said), said
 
 
+def test_labels_that_a_rank_would_shift_alone() -> None:
+    def body(group: Group) -> str:
+        model = longspan.parallelize(decoder("llama"), group)
+        local = longspan.shard(BATCH, group, model=model)
+        assert model(**local).loss.isfinite()
+        sent = group.sent_bytes
+        with pytest.raises(ValueError) as raised:
+            model(**{key: value for key, value in local.items() if key != "shift_labels"})
+        assert group.sent_bytes == sent
+        return str(raised.value)
+
+    (message,) = set(run_ranks(2, body))
+    assert message.startswith("LlamaForCausalLM: got `labels` without `shift_labels`, and would")
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_what_a_call_says_that_changes_nothing_is_taken(tile: int | None) -> None:
+    model = longspan.parallelize(decoder("llama"), loss_tile=tile)
+    local = longspan.shard(BATCH, model=model)
+    loss = model(**local).loss
+    assert model(**local, ignore_index=-100, logits_to_keep=0).loss.equal(loss)
+    for given in ({"ignore_index": 0}, {"ignore_index": None}, {"logits_to_keep": torch.tensor(0)}):
+        with pytest.raises(
+            NotImplementedError, match=f"LlamaForCausalLM: got `{next(iter(given))}`"
+        ):
+            model(**local, **given)
+
+
+def test_an_edit_that_changes_no_answer_is_taken_and_one_set_back_too() -> None:
+    model = longspan.parallelize(decoder("gemma4"))
+    expected = model(**longspan.shard(BATCH, model=model)).loss
+    configured(use_cache=True, pad_token_id=7, architectures=["Mine"], a_note_of_mine="x")(model)
+    configured(layer_types=["full_attention"] * 4, sliding_window=4)(model)
+    configured(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5)(model)
+    assert model(**longspan.shard(BATCH, model=model)).loss.equal(expected)
+
+
+def test_positions_of_pads_are_free_beside_pools() -> None:
+    model = longspan.parallelize(decoder("deepseek_v4"))
+    mask = (torch.arange(12) >= 3).long()[None]
+    batch = {"input_ids": BATCH["input_ids"][:, :12], "attention_mask": mask}
+    expected = model(**longspan.shard(batch, model=model)).logits[:, 3:]
+    batch["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as generate has it
+    found = model(**longspan.shard(batch, model=model)).logits[:, 3:]
+    assert found.equal(expected)
+
+
+def test_an_edit_after_the_batch_was_cut_is_seen_by_the_call() -> None:
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(BATCH, model=model)
+    plain = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: `_attn_implementation` of its Llama"):
+        model(**local)
+    model.config._attn_implementation = plain
+    assert model(**local).loss.isfinite()
+
+
+def test_the_configuration_that_a_model_was_made_with() -> None:
+    """Without us the model would go by it, so an edit does not pass unheard."""
+    model = decoder("llama")
+    config = model.config
+    longspan.parallelize(model)
+    config.rms_norm_eps = 0.5
+    with pytest.raises(ValueError, match="shard: `rms_norm_eps` of its LlamaConfig was 1e-06 when"):
+        longspan.shard(BATCH, model=model)
+    longspan.parallelize(longspan.restore(model))  # the way out
+    assert model(**longspan.shard(BATCH, model=model)).loss.isfinite()
+
+
+@pytest.mark.parametrize("window", [9, None])
+def test_a_layer_with_another_window_than_its_configuration(window: int | None) -> None:
+    def make() -> Any:
+        model = decoder("gemma4")
+        model.model.layers[2].self_attn.sliding_window = window
+        return model
+
+    assert told(make, ValueError).startswith(
+        f"parallelize: `sliding_window` of 'model.layers.2.self_attn' is {window}, and its "
+        f"Gemma4TextConfig says 5: masks are made by the one and attention is called with the other"
+    )
+
+
 # ---- What two ranks are told alike of models themselves.
 
 
@@ -195,6 +373,15 @@ def test_every_rank_names_a_transformers_outside_of_the_range(
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     assert told(lambda: decoder("llama"), ImportError).startswith(
         f"parallelize: transformers {version} is installed, and 5.17 up to below 6 is understood"
+    )
+
+
+def test_every_rank_names_an_attention_with_masks_of_its_own() -> None:
+    (doge,) = (family for family in _families.families() if family.name == "doge")
+    assert told(lambda: _families.made(doge), NotImplementedError) == (
+        "parallelize: 'model.layers.0.self_attn' (DogeAttention) does not say that it is causal "
+        "(is_causal), as layers do that leave masks to transformers: which keys it sees is its "
+        "own matter, and nobody has looked at it; call longspan.attend in place of its attention"
     )
 
 

@@ -16,6 +16,7 @@ from longspan import Group, run_ranks
 
 pytest.importorskip("transformers")
 
+import transformers
 from oracle.tiny_decoders import CASES, IGNORED, Answer, decoder, gradients_of, packed
 from oracle.whole_models import check
 
@@ -205,6 +206,35 @@ def test_noise_of_routers_in_training() -> None:
         longspan.shard(batch, model=model.train())
     with pytest.raises(NotImplementedError, match="MixtralForCausalLM: " + message):
         model(**local)
+
+
+def test_noise_that_modules_keep() -> None:
+    """They copy it from the configuration that they were made with."""
+    model = longspan.parallelize(decoder("mixtral", router_jitter_noise=0.1)).train()
+    batch = packed([7, 5]).batch
+    model.config.router_jitter_noise = 0.0
+    message = r"\(jitter_noise of 'model.layers.0.mlp' is 0.1\), .*; set it to 0, in every module"
+    with pytest.raises(NotImplementedError, match="shard: MixtralForCausalLM .* " + message):
+        longspan.shard(batch, model=model)
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 0.0
+    local = longspan.shard(batch, model=model)
+    assert model(**local).loss.isfinite()
+    model.model.layers[1].mlp.jitter_noise = 0.5
+    with pytest.raises(NotImplementedError, match=r"jitter_noise of 'model.layers.1.mlp' is 0.5"):
+        model(**local)
+
+
+def test_noise_in_a_configuration_inside() -> None:
+    options = {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+    config = transformers.DbrxConfig(
+        d_model=32, n_heads=4, n_layers=1, vocab_size=61, **options,
+        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_jitter_eps": 0.1},
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    model = longspan.parallelize(transformers.DbrxForCausalLM(config).double().train(), proof=False)
+    with pytest.raises(NotImplementedError, match=r"\(moe_jitter_eps is 0.1\)"):
+        longspan.shard(packed([7, 5]).batch, model=model)
 
 
 def test_a_router_loss_that_is_another() -> None:

@@ -17,6 +17,7 @@ from longspan import Group, _tiles, run_ranks
 
 pytest.importorskip("transformers")
 
+import transformers
 from oracle.tiny_decoders import CASES, VOCABULARY, decoder, gradients_of, packed
 from oracle.whole_models import parts_of
 from transformers import LlamaForCausalLM
@@ -156,6 +157,71 @@ def test_what_else_is_done_to_logits_is_noticed() -> None:
     ):
         longspan.parallelize(other, loss_tile=4)
     longspan.parallelize(other)  # "auto": whole logits
+
+
+HOOKS: dict[str, Any] = {
+    "forward": lambda head, hook: head.register_forward_hook(hook),
+    "backward": lambda head, hook: head.register_full_backward_hook(hook),
+    "before_backward": lambda head, hook: head.register_full_backward_pre_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_on_the_output_layer_of_a_loss_in_tiles(kind: str) -> None:
+    def look(*_: Any) -> None: ...
+
+    model = longspan.parallelize(decoder("llama"), loss_tile=4)
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+    handle = HOOKS[kind](model.lm_head, look)
+    with pytest.raises(
+        NotImplementedError, match=r"LlamaForCausalLM: 'lm_head' has the hook .*look"
+    ):
+        model(**local)
+    assert model(**local, output_logits=True).logits is not None
+    handle.remove()
+    assert model(**local).logits is None
+
+
+def test_a_number_for_logits_that_a_model_keeps() -> None:
+    """Cohere scales logits by its own copy of what its configuration said."""
+    config = decoder("llama").config
+    small = {k: getattr(config, k) for k in ("hidden_size", "vocab_size", "num_attention_heads")}
+    made = transformers.CohereForCausalLM(
+        transformers.CohereConfig(**small, num_hidden_layers=1, logit_scale=0.25)
+    )
+    batch = packed([7, 5]).batch
+    model = longspan.parallelize(copy.deepcopy(made), loss_tile=4)
+    local = longspan.shard(batch, model=model)
+    assert model(**local).logits is None
+    model.logit_scale = 0.5
+    with pytest.raises(
+        NotImplementedError,
+        match=r"CohereForCausalLM: `logit_scale` of CohereForCausalLM is 0.5, and its "
+        "configuration made it 0.25, so loss_tile=4 would give another loss",
+    ):
+        model(**local)
+    made.logit_scale = 0.5
+    with pytest.raises(NotImplementedError, match="cannot be made in tiles: `logit_scale` of"):
+        longspan.parallelize(made, loss_tile=4)
+    longspan.parallelize(made)  # "auto": whole logits
+
+
+def test_hooks_before_the_output_layer_see_what_they_always_do() -> None:
+    model = longspan.parallelize(decoder("llama"), loss_tile=4)
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    tiled, whole = model(**local), model(**local, output_logits=True)
+    assert tiled.logits is None and tiled.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+
+
+def test_auto_makes_logits_for_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tiles, "_WORTH_TILES", 0)
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(packed([7, 5]).batch, model=model)
+    assert model(**local).logits is None
+    seen = []
+    model.lm_head.register_forward_hook(lambda *given: seen.append(given[-1].shape[-1]))
+    assert model(**local).logits is not None and seen == [VOCABULARY]
 
 
 def test_a_hook_on_the_output_layer_keeps_logits_whole() -> None:
