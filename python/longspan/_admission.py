@@ -15,6 +15,8 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._hooks import Guest, adds_noise, guests_in
+from longspan._images import beside_towers
 from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
@@ -25,10 +27,13 @@ from longspan._twins import (
     has_own_forwards,
     kind_of,
     kinds_in,
+    place_of,
     quiet,
     strangers,
+    unwrapped,
 )
 from longspan._walking import walked
+from longspan._wrappings import is_sharded
 
 SKIPPED = "not proved (proof=False)"
 #: Of transformers, from and up to; see pyproject.toml.
@@ -67,6 +72,8 @@ class Known:
     proof: Proof | None = None
     #: What it does to logits, or why nobody can tell.
     tail: Tail | str | None = None
+    #: Places of modules that see no tokens once it is parallelized.
+    bypassed: frozenset[str] | None = None
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
@@ -103,13 +110,14 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     names = ", ".join(kind_of(part).__name__ for part in found)
     if wish is not False:
         check_wrappers(model, found)
+        check_guests(model, found)
     twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
     for _, known in twins if ranks.rank() == 0 else ():
         refusal = proof_of(known).refusal
         if refusal is not None:
             raise NotImplementedError(f"parallelize: {refusal}")
     configs = repr([_settings(part.config) for part in found])
-    _compare(agreement, names, configs, wish)
+    _compare(agreement, names, configs, wish, _guests_that_all_must_have(model))
     if wish is False:
         return Admitted(SKIPPED)
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
@@ -158,9 +166,17 @@ def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
     return known.tail
 
 
-def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:
+def _guests_that_all_must_have(model: torch.nn.Module) -> str:
+    """A call of a model whose parameters lie on all ranks is one of all ranks."""
+    if not any(is_sharded(p) for p in model.parameters()):
+        return ""
+    return ", ".join(map(str, guests_in(model)))
+
+
+def _compare(agreement: Agreement, names: str, configs: str, wish: Any, hooks: str) -> None:
+    fields = {"model": names, "configuration": configs, "proof": wish is not False, "hooks": hooks}
     try:
-        agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+        agreement.compare(fields)
     except ValueError as error:
         what = re.search(r"were given different (.*); ", str(error))
         if what is None:
@@ -190,12 +206,35 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
             )
 
 
-def look_at(part: Any, known: Known) -> list[Part]:
-    """Isolation and order on the model itself, where it has modules that its twin does not
-    have; returns those. Under fully_shard every rank takes part."""
+def check_guests(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
+    """That every hook of a user can be looked at."""
+    seen = {id(module) for part in found for _, module in beside_towers(part)}
+    held = kind_of(found[0]).__name__
+    for guest in guests_in(model):
+        if adds_noise(guest):
+            why = "adds noise as large as the length of a rank's share says; take it off"
+        elif guest.module is None or id(guest.module) in seen:
+            continue
+        elif any(guest.module is module for part in found for _, module in walked(part)):
+            why = (
+                "would see the pictures of one rank alone, and nobody has looked at what it does "
+                "to them; take it off, or pass proof=False to go without"
+            )
+        else:
+            why = (
+                f"is around {held}, where nobody looks at what it does to tokens; put it on the "
+                f"{held}, or pass proof=False to go without"
+            )
+        raise NotImplementedError(f"parallelize: {guest} {why}")
+
+
+def look_at(part: Any, known: Known) -> list[Part | Guest]:
+    """Isolation and order on the model itself, where it has modules or hooks that its twin
+    does not have; returns those. Under fully_shard every rank takes part."""
     from longspan import _proving
 
-    others = known.strangers
+    guests = guests_in(part)
+    others: list[Part | Guest] = [*known.strangers, *guests]
     if not others:
         return []
     if any(p.device.type == "meta" for p in part.parameters()):
@@ -204,11 +243,36 @@ def look_at(part: Any, known: Known) -> list[Part]:
             f"without weights (on the meta device) it cannot be looked at; parallelize once it "
             f"has them"
         )
+    if guests:
+        _check_called(guests, known)
     try:
-        _proving.check_model_itself(part)
+        _proving.check_model_itself(part, guests)
     except _proving.Refused as error:
-        raise NotImplementedError(f"parallelize: {error}") from None
+        on_it = next((one for one in guests if str(error).startswith(one.where)), None)
+        with_it = "" if on_it is None else f"; it was looked at with {on_it}"
+        raise NotImplementedError(f"parallelize: {error}{with_it}") from None
     return others
+
+
+def _check_called(guests: Sequence[Guest], known: Known) -> None:
+    """That the modules of hooks are given tokens as they are without us."""
+    from longspan import _proving
+
+    with known.lock:
+        if known.bypassed is None:
+            with quiet():
+                known.bypassed = _proving.bypassed(known.twin)
+    places = {place_of(name) for name, _ in walked(known.twin)}
+    for guest in guests:
+        place = place_of(unwrapped(guest.name))
+        while place not in places:
+            place = place.rpartition(".")[0]
+        if place in known.bypassed:
+            raise NotImplementedError(
+                f"parallelize: {guest} would not be called with tokens: over ranks another "
+                f"function does what this module does; put it on a module around it, or pass "
+                f"proof=False to go without"
+            )
 
 
 def check_version() -> None:

@@ -22,6 +22,7 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
+from longspan._hooks import Guest, guests_in
 from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
@@ -176,6 +177,8 @@ class Parallelized:
     tiled: list[str] = field(default_factory=list)
     #: The models inside.
     seen: list[Inventory] = field(default_factory=list)
+    #: Hooks of users that were there.
+    guests: list[Guest] = field(default_factory=list)
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -578,6 +581,7 @@ def set_up(model: torch.nn.Module, state: Parallelized) -> None:
         state.put_back()
         raise
     state.seen = _transformers.inventory(model)
+    state.guests = guests_in(model)
 
 
 def restore(model: Model) -> Model:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longspan._agreement import Agreement
 from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
+from longspan._hooks import Guest, changes
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
 from longspan._recipes import recipes_in
@@ -27,6 +28,7 @@ from longspan._strategy import Strategy
 from longspan._tiles import CannotTile, Tail, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
 from longspan._transformers import attention_layers, check_batch, first_position, has_loss
+from longspan._twins import place_of
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
@@ -101,22 +103,57 @@ def prove(twin: Any) -> tuple[list[str], str | None]:
     return shown, None
 
 
-def check_model_itself(model: Any) -> list[str]:
-    """*Isolation* and *order* on a user's own model, with its weights; leaves it as it
-    was."""
+def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
+    """*Isolation* and *order* on a user's own model, with its weights and the hooks on it;
+    leaves it as it was."""
     state = Parallelized(
         Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model)
     )
     modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     set_up(model, state)
+    chosen = [layer.name for layer in state.layers if layer.selects or layer.pools]
+    hidden = {
+        one.name: one.module
+        for one in guests
+        if one.module is not None and any(one.name.startswith(name + ".") for name in chosen)
+    }
     try:
         model.eval()
-        return check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
+        with changes(hidden) as changed:
+            shown = check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
     finally:
         state.put_back()
         for module, training in modes:
             module.training = training
+    for one in guests:
+        if one.name in changed:
+            raise Refused(
+                f"{one} changes what this module takes or gives, and in a layer that chooses its "
+                f"keys nobody can see what that does to other tokens; put it on the attention "
+                f"around it, or only look"
+            )
+    return shown
+
+
+def bypassed(twin: Any) -> frozenset[str]:
+    """The modules that the plain twin calls with its tokens and the parallelized one does not,
+    by their places: recipes do otherwise what they do."""
+    ids = _ids(twin, TOKENS, 9)
+    with torch.no_grad():
+        plain = _traced(twin, {"input_ids": ids, "use_cache": False})
+        mine = _parallel(twin)
+        ours = _traced(mine, _share(mine, {"input_ids": ids}))
+    return frozenset(_called(plain) - _called(ours))
+
+
+def _called(trace: Trace) -> set[str]:
+    """The places of modules that were given tokens."""
+    return {
+        place_of(call.name)
+        for call in trace.calls
+        if any(TOKENS in value.shape for value in call.inputs.values())
+    }
 
 
 def _parallel(twin: Any, group: Group | None = None) -> Any:

@@ -20,6 +20,7 @@ import torch
 from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
+from longspan._hooks import guests_in, newcomer
 from longspan._images import beside_towers, check_pictures, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
@@ -184,9 +185,15 @@ def inventory(model: torch.nn.Module) -> list[Inventory]:
     ]
 
 
-def check_unchanged(state: Parallelized) -> None:
+def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
     """That a model still consists of what was let in."""
     again = "call longspan.restore(model) and longspan.parallelize(model, group) again"
+    guest = newcomer(guests_in(model), state.guests)
+    if guest is not None:
+        raise ValueError(
+            f"shard: {guest} came after the model was parallelized, and nobody has looked at what "
+            f"it does to tokens; put it there before, or {again}"
+        )
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
             if (changed := sources.changed()) is not None:

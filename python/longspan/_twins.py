@@ -67,8 +67,18 @@ def parts_of(model: nn.Module) -> frozenset[Part]:
     for name, module in modules_of(model):
         kind = kind_of(module)
         forward = _forward(module, kind, root=not name)
-        found.add(Part(re.sub(r"\d+", "*", name), kind, forward, _traits(module)))
+        found.add(Part(place_of(name), kind, forward, _traits(module)))
     return frozenset(found)
+
+
+def unwrapped(name: str) -> str:
+    """A module's name without what wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def place_of(name: str) -> str:
+    """A module's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
