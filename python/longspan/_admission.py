@@ -29,6 +29,7 @@ from longspan._twins import (
     kinds_in,
     place_of,
     quiet,
+    strange_tuner,
     strangers,
     unwrapped,
 )
@@ -110,6 +111,7 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     names = ", ".join(kind_of(part).__name__ for part in found)
     if wish is not False:
         check_wrappers(model, found)
+        check_adapters(model)
         check_guests(model, found)
     twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
     for _, known in twins if ranks.rank() == 0 else ():
@@ -203,6 +205,17 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
                 f"parallelize: {f'{name!r} ' if name else ''}({type(module).__name__}) holds "
                 f"{held} and is no model of transformers itself, so nobody has looked at what it "
                 f"does to tokens; parallelize what it holds, or pass proof=False to go without"
+            )
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """That adapters of peft are of kinds that take tokens one by one."""
+    for name, module in walked(model):
+        tuner = strange_tuner(module)
+        if tuner is not None:
+            raise NotImplementedError(
+                f"parallelize: '{name}' is an adapter of kind {tuner}, which is not known to take "
+                f"tokens one by one; use another, such as LoRA, or pass proof=False to go without"
             )
 
 

@@ -113,6 +113,7 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             f"parallelize: {type(model).__name__} holds no transformers model; for other models "
             f"call longspan.attend in place of their attention"
         )
+    _check_adapters(model)
     for part in found:
         _check_model(part)
         _check_rotation(part)
@@ -363,6 +364,25 @@ def _check_model(part: PreTrainedModel) -> None:
             f"(_supports_attention_backend is not set), so it cannot be redirected"
         )
     _routers.check_model(part)
+
+
+def _check_adapters(model: torch.nn.Module) -> None:
+    """Of peft: those that want the whole row are not cut with it."""
+    for _, module in walked(model):
+        own = vars(module)
+        adapters = own.get("peft_config") or own.get("_peft_config")
+        for name, config in adapters.items() if isinstance(adapters, dict) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                what = "an aLoRA: it looks for alora_invocation_tokens in whole rows"
+            elif getattr(config, "is_prompt_learning", False):
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                what = f"of kind {kind}: it puts tokens of its own before whole rows"
+            else:
+                continue
+            raise NotImplementedError(
+                f"parallelize: the adapter '{name}' is {what}, and a rank has a part of each; use "
+                f"LoRA (without alora_invocation_tokens) instead"
+            )
 
 
 def _check_rotation(part: PreTrainedModel) -> None:

@@ -23,6 +23,14 @@ from longspan._walking import walked
 
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
+#: Of peft, those whose adapters take tokens one by one, as the layers in them do. Adapters begin
+#: as nothing, so a call would not show that Lily's experts, say, are weighed by all tokens of it.
+_TUNERS = {
+    "adalora", "adamss", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora",
+    "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf",
+    "peanut", "poly", "psoft", "pvera", "randlora", "road", "shira", "supertuning", "tinylora",
+    "trainable_tokens", "unilora", "vblora", "vera", "waveft", "xlora",
+}  # fmt: skip
 #: transformers builds modules under settings of the process.
 _building = threading.Lock()
 
@@ -112,8 +120,16 @@ def _held(module: nn.Module) -> nn.Module | None:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether peft put it around a layer that takes tokens one by one."""
+    """Whether peft put it around a layer."""
     return type(module).__module__.startswith("peft.tuners.") and "base_layer" in module._modules
+
+
+def strange_tuner(module: nn.Module) -> str | None:
+    """What peft calls an adapter, if nobody has looked at what it does to tokens."""
+    if not is_adapter(module):
+        return None
+    tuner = type(module).__module__.split(".")[2]
+    return None if tuner in _TUNERS else tuner
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:

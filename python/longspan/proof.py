@@ -21,6 +21,7 @@ import torch
 from longspan import _transformers
 from longspan._admission import (
     Proof,
+    check_adapters,
     check_guests,
     check_version,
     check_wrappers,
@@ -57,6 +58,7 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
         check_version()
         parts = _transformers.whole_models(model)
         check_wrappers(model, parts)
+        check_adapters(model)
         check_guests(model, parts)
         for part in parts:
             name = kind_of(part).__name__
