@@ -7,7 +7,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from longspan._twins import (
     Part,
     build_twin,
     fingerprint,
+    forward_of,
     has_own_forwards,
     kind_of,
     kinds_in,
+    modules_of,
     place_of,
     quiet,
     strange_tuner,
@@ -256,6 +258,8 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
             f"without weights (on the meta device) it cannot be looked at; parallelize once it "
             f"has them"
         )
+    if known.strangers:
+        _check_attention(part, known.twin)
     if guests:
         _check_called(guests, known)
     try:
@@ -265,6 +269,31 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
         with_it = "" if on_it is None else f"; it was looked at with {on_it}"
         raise NotImplementedError(f"parallelize: {error}{with_it}") from None
     return others
+
+
+def _check_attention(part: Any, twin: Any) -> None:
+    """That its attention is that of the twin: a call of the model itself would not show who
+    sees whom."""
+    shown = {key for _, key in _attention_in(twin)}
+    for name, key in _attention_in(part):
+        if key not in shown:
+            raise NotImplementedError(
+                f"parallelize: '{name}' ({key[0].__name__}) does not fit into a twin of "
+                f"{kind_of(part).__name__}, and nothing else would show which tokens its attention "
+                f"sees; pass proof=twin, a small model on the CPU with the same attention, or "
+                f"proof=False to go without"
+            )
+
+
+def _attention_in(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The class and the forward of every layer that attends or carries states, by its name."""
+    from longspan._recipes import recipe_for
+    from longspan._transformers import is_attention
+
+    for name, module in modules_of(model):
+        if is_attention(module) or recipe_for(module) is not None:
+            kind = kind_of(module)
+            yield name, (kind, forward_of(module, kind))
 
 
 def _check_called(guests: Sequence[Guest], known: Known) -> None:

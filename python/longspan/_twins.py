@@ -26,10 +26,10 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_w
 #: Of peft, those whose adapters take tokens one by one, as the layers in them do. Adapters begin
 #: as nothing, so a call would not show that Lily's experts, say, are weighed by all tokens of it.
 _TUNERS = {
-    "adalora", "adamss", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora",
-    "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf",
-    "peanut", "poly", "psoft", "pvera", "randlora", "road", "shira", "supertuning", "tinylora",
-    "trainable_tokens", "unilora", "vblora", "vera", "waveft", "xlora",
+    "adalora", "adamss", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
+    "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
+    "osf", "peanut", "poly", "psoft", "pvera", "randlora", "road", "shira", "supertuning",
+    "tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft", "xlora",
 }  # fmt: skip
 #: transformers builds modules under settings of the process.
 _building = threading.Lock()
@@ -74,7 +74,7 @@ def parts_of(model: nn.Module) -> frozenset[Part]:
     found = set()
     for name, module in modules_of(model):
         kind = kind_of(module)
-        forward = _forward(module, kind, root=not name)
+        forward = forward_of(module, kind, root=not name)
         found.add(Part(place_of(name), kind, forward, _traits(module)))
     return frozenset(found)
 
@@ -182,8 +182,11 @@ def named_kinds(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
+def forward_of(module: nn.Module, kind: Any, *, root: bool = False) -> Any:
+    """What a call of it runs: its class's forward, or somebody's."""
     own = vars(module).get("forward")
+    if own is not None and _moves_only(module, own):
+        own = vars(module)["_old_forward"]
     if own is None:
         return kind.forward
     function = getattr(own, "__func__", own)
@@ -193,6 +196,16 @@ def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
     ):
         return kind.forward
     return function
+
+
+def _moves_only(module: nn.Module, forward: Any) -> bool:
+    """Whether accelerate put it there, to bring tensors to a device and nothing else."""
+    hook = vars(module).get("_hf_hook")
+    every = (hook, *getattr(hook, "hooks", ()))
+    homes = {type(one).__module__ for one in every} | {
+        getattr(getattr(forward, "func", None), "__module__", "")
+    }
+    return homes == {"accelerate.hooks"} and "_old_forward" in vars(module)
 
 
 def _traits(module: nn.Module) -> tuple[tuple[str, Any], ...]:
