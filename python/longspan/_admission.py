@@ -17,6 +17,7 @@ from longspan._arguments import wrong
 from longspan._group import Group
 from longspan._hooks import Guest, adds_noise, guests_in
 from longspan._images import beside_towers
+from longspan._models import AttentionLayer
 from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
@@ -94,6 +95,54 @@ def check_wish(proof: Any) -> None:
         raise wrong("parallelize", "proof", proof, '"auto", False or a small model of transformers')
 
 
+def check_twin(who: str, argument: str, twin: Any, found: Sequence[torch.nn.Module]) -> None:
+    """That a twin that was handed in is made as the models are, and shows how each layer of
+    theirs attends."""
+    from longspan._proving import LONG
+    from longspan._transformers import attention_layers
+
+    mine = kind_of(twin)
+    shown = {_way(layer): layer for layer in attention_layers(twin)}
+    for part in found:
+        kind = kind_of(part)
+        if kind is not mine:
+            same = f" (of {kind.__module__})" if kind.__name__ == mine.__name__ else ""
+            raise ValueError(
+                f"{who}: `{argument}` is a {mine.__name__}, which shows nothing about a "
+                f"{kind.__name__}{same}; give a small {kind.__name__}"
+            )
+        for layer in attention_layers(part):
+            like = shown.get(_way(layer))
+            if like is None:
+                raise ValueError(
+                    f"{who}: `{argument}` has no layer that attends as '{layer.name}' does "
+                    f"({', '.join(_way(layer)) or 'causal'}), so it shows nothing about it; give "
+                    f"one with a layer of each kind"
+                )
+            if like.window is not None and like.window >= LONG:
+                raise ValueError(
+                    f"{who}: the window of '{like.name}' of `{argument}` is {like.window} tokens, "
+                    f"and documents of {LONG} would not show it; give one with smaller windows"
+                )
+
+
+def _way(layer: AttentionLayer) -> tuple[str, ...]:
+    """What a layer has beside causal attention, in words."""
+    pools, states = layer.pools, layer.recurrence
+    found = {
+        "a window": layer.window is not None,
+        "a softcap": layer.softcap is not None,
+        "sinks": layer.sink,
+        f"groups of tokens ({layer.groups})": layer.groups is not None,
+        "selected keys": layer.selects is not None,
+        "pools": pools is not None and pools.ratio is not None,
+        "selected pools": pools is not None and pools.selects is not None,
+        "a convolution": states is not None,
+        f"states ({states and states.transition})": states is not None and bool(states.transition),
+    }
+    return tuple(word for word, is_so in found.items() if is_so)
+
+
 @dataclasses.dataclass
 class Admitted:
     """What let a model in."""
@@ -115,6 +164,8 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
         check_wrappers(model, found)
         check_adapters(model)
         check_guests(model, found)
+    if isinstance(wish, torch.nn.Module):
+        check_twin("parallelize", "proof", wish, found)
     twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
     for _, known in twins if ranks.rank() == 0 else ():
         refusal = proof_of(known).refusal

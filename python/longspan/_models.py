@@ -522,7 +522,7 @@ def parallelize(
     FSDP2, torch.compile), that a `longspan.proof` lets in: shown once for a class and a
     configuration on a twin with small sizes, on the CPU and in less than a second. Rank 0
     shows it, all ranks hear. `proof` is False to go without, or a small model of the
-    same classes where none can be made. Only the instances inside `model` change, never a
+    same class where none can be made. Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
 
     For long shares (see docs/memory.md): `loss_tile` tokens have logits at a time when

@@ -33,7 +33,7 @@ from longspan._twins import place_of
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
 #: A document of the ruler, for two ranks with `TOKENS` each; longer than every window.
-_LONG = 2 * TOKENS
+LONG = 2 * TOKENS
 #: Relative to the largest value of a tensor: many models compute norms, rotary tables and
 #: routers in float32. What is wrong is off by 1e-2 and more.
 _TOLERANCE = 1e-5
@@ -345,21 +345,21 @@ class _Answer:
 def check_ruler(twin: Any) -> list[str]:
     """One rank equals the plain twin on a long document, and two ranks each document
     alone, packed and padded: loss, logits and every gradient. Leaves the twin plain."""
-    plain = _plainly(twin, [_ids(twin, _LONG, 6)])
-    alone = _over(twin, 1, {"input_ids": _ids(twin, _LONG, 6)})
+    plain = _plainly(twin, [_ids(twin, LONG, 6)])
+    alone = _over(twin, 1, {"input_ids": _ids(twin, LONG, 6)})
     scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
     rounding = _SCANNED if scans else 1
     _compare(plain, alone, lambda: _blame_one_rank(twin), "over one rank", rounding)
-    documents = [_ids(twin, length, 7 + length) for length in (30, 1, _LONG - 31)]
+    documents = [_ids(twin, length, 7 + length) for length in (30, 1, LONG - 31)]
     packed = {
         "input_ids": torch.cat(documents, dim=1),
         "position_ids": torch.cat([torch.arange(d.shape[1]) for d in documents])[None],
     }
     long = documents[-1]
-    pads = _LONG - long.shape[1]
+    pads = LONG - long.shape[1]
     left = {
         "input_ids": torch.cat([torch.full((1, pads), int(long[0, 0])), long], dim=1),
-        "attention_mask": (torch.arange(_LONG) >= pads).long()[None],
+        "attention_mask": (torch.arange(LONG) >= pads).long()[None],
     }
     for name, batch, wanted in (("packed", packed, documents), ("left-padded", left, [long])):
         _compare(
@@ -449,7 +449,7 @@ def _run(ranks: int, body: Callable[[Group], Any], twin: Any) -> list[Any]:
     except Exception as error:
         # Again on one rank, to see whose it was.
         mine = _parallel(twin)
-        _traced(mine, _share(mine, {"input_ids": _ids(twin, _LONG, 6)}))
+        _traced(mine, _share(mine, {"input_ids": _ids(twin, LONG, 6)}))
         said = " ".join(str(error).split())
         raise Refused(
             f"{type(twin).__name__} does not run over {ranks} ranks: {type(error).__name__}: {said}"
@@ -557,13 +557,13 @@ def _own_loss(twin: Any, ids: Tensor, targets: Tensor, tail: Tail | None) -> _An
 
 
 def _blame_one_rank(twin: Any) -> Blame | None:
-    ids = _ids(twin, _LONG, 6)
+    ids = _ids(twin, LONG, 6)
     with torch.no_grad(), traced(twin) as plain:
         twin(input_ids=ids, use_cache=False)
     mine = _parallel(twin)
     with torch.no_grad():
         ours = _traced(mine, _share(mine, {"input_ids": ids}))
-    return guilty(plain, ours, Pairing.same(_LONG, _TOLERANCE), apart=False)
+    return guilty(plain, ours, Pairing.same(LONG, _TOLERANCE), apart=False)
 
 
 def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
@@ -583,7 +583,7 @@ def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
 
     for rank, trace in enumerate(run_ranks(2, body)):
         mine = torch.arange(TOKENS)
-        pairing = Pairing(_LONG, TOKENS, mine + rank * TOKENS, mine, _TOLERANCE)
+        pairing = Pairing(LONG, TOKENS, mine + rank * TOKENS, mine, _TOLERANCE)
         found = guilty(whole, trace, pairing, apart=False)
         if found is not None:
             return found

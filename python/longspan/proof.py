@@ -23,6 +23,7 @@ from longspan._admission import (
     Proof,
     check_adapters,
     check_guests,
+    check_twin,
     check_version,
     check_wrappers,
     known_of,
@@ -57,6 +58,8 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
         _transformers.attention_layers(model)
         check_version()
         parts = _transformers.whole_models(model)
+        if twin is not None:
+            check_twin("prove", "twin", twin, parts)
         check_wrappers(model, parts)
         check_adapters(model)
         check_guests(model, parts)
