@@ -255,7 +255,7 @@ def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     for output in outputs:
         lines = output.splitlines()
-        assert all(name in lines for name in ("harmless", "named", "sharded afterwards"))
+        assert all(name in lines for name in ("harmless", "named", "sharded afterwards", "hooks"))
 
 
 class Holder(nn.Module):
