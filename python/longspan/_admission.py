@@ -7,7 +7,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
+from longspan._hooks import Guest, adds_noise, guests_in
+from longspan._images import beside_towers
 from longspan._lookups import check_lookup
+from longspan._models import AttentionLayer
 from longspan._sources import Sources, sources_of
 from longspan._tiles import CannotTile, Tail, Tiles, head_of
 from longspan._twins import (
@@ -23,13 +26,19 @@ from longspan._twins import (
     Part,
     build_twin,
     fingerprint,
+    forward_of,
     has_own_forwards,
     kind_of,
     kinds_in,
+    modules_of,
+    place_of,
     quiet,
+    strange_tuner,
     strangers,
+    unwrapped,
 )
 from longspan._walking import walked
+from longspan._wrappings import is_sharded
 
 SKIPPED = "not proved (proof=False)"
 #: Of transformers, from and up to; see pyproject.toml.
@@ -68,6 +77,8 @@ class Known:
     proof: Proof | None = None
     #: What it does to logits, or why nobody can tell.
     tail: Tail | str | None = None
+    #: Places of modules that see no tokens once it is parallelized.
+    bypassed: frozenset[str] | None = None
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
@@ -83,6 +94,54 @@ def check_wish(proof: Any) -> None:
 
     if not isinstance(proof, torch.nn.Module) or proof not in whole_models(proof):
         raise wrong("parallelize", "proof", proof, '"auto", False or a small model of transformers')
+
+
+def check_twin(who: str, argument: str, twin: Any, found: Sequence[torch.nn.Module]) -> None:
+    """That a twin that was handed in is made as the models are, and shows how each layer of
+    theirs attends."""
+    from longspan._proving import LONG
+    from longspan._transformers import attention_layers
+
+    mine = kind_of(twin)
+    shown = {_way(layer): layer for layer in attention_layers(twin)}
+    for part in found:
+        kind = kind_of(part)
+        if kind is not mine:
+            same = f" (of {kind.__module__})" if kind.__name__ == mine.__name__ else ""
+            raise ValueError(
+                f"{who}: `{argument}` is a {mine.__name__}, which shows nothing about a "
+                f"{kind.__name__}{same}; give a small {kind.__name__}"
+            )
+        for layer in attention_layers(part):
+            like = shown.get(_way(layer))
+            if like is None:
+                raise ValueError(
+                    f"{who}: `{argument}` has no layer that attends as '{layer.name}' does "
+                    f"({', '.join(_way(layer)) or 'causal'}), so it shows nothing about it; give "
+                    f"one with a layer of each kind"
+                )
+            if like.window is not None and like.window >= LONG:
+                raise ValueError(
+                    f"{who}: the window of '{like.name}' of `{argument}` is {like.window} tokens, "
+                    f"and documents of {LONG} would not show it; give one with smaller windows"
+                )
+
+
+def _way(layer: AttentionLayer) -> tuple[str, ...]:
+    """What a layer has beside causal attention, in words."""
+    pools, states = layer.pools, layer.recurrence
+    found = {
+        "a window": layer.window is not None,
+        "a softcap": layer.softcap is not None,
+        "sinks": layer.sink,
+        f"groups of tokens ({layer.groups})": layer.groups is not None,
+        "selected keys": layer.selects is not None,
+        "pools": pools is not None and pools.ratio is not None,
+        "selected pools": pools is not None and pools.selects is not None,
+        "a convolution": states is not None,
+        f"states ({states and states.transition})": states is not None and bool(states.transition),
+    }
+    return tuple(word for word, is_so in found.items() if is_so)
 
 
 @dataclasses.dataclass
@@ -104,13 +163,17 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
     names = ", ".join(kind_of(part).__name__ for part in found)
     if wish is not False:
         check_wrappers(model, found)
+        check_adapters(model)
+        check_guests(model, found)
+    if isinstance(wish, torch.nn.Module):
+        check_twin("parallelize", "proof", wish, found)
     twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
     for _, known in twins if ranks.rank() == 0 else ():
         refusal = proof_of(known).refusal
         if refusal is not None:
             raise NotImplementedError(f"parallelize: {refusal}")
     configs = repr([_settings(part.config) for part in found])
-    _compare(agreement, names, configs, wish)
+    _compare(agreement, names, configs, wish, _guests_that_all_must_have(model))
     if wish is False:
         return Admitted(SKIPPED)
     said = f"{names}: isolation, order, numbering and ruler hold on a twin"
@@ -160,9 +223,17 @@ def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
     return known.tail if other is None else other
 
 
-def _compare(agreement: Agreement, names: str, configs: str, wish: Any) -> None:
+def _guests_that_all_must_have(model: torch.nn.Module) -> str:
+    """A call of a model whose parameters lie on all ranks is one of all ranks."""
+    if not any(is_sharded(p) for p in model.parameters()):
+        return ""
+    return ", ".join(map(str, guests_in(model)))
+
+
+def _compare(agreement: Agreement, names: str, configs: str, wish: Any, hooks: str) -> None:
+    fields = {"model": names, "configuration": configs, "proof": wish is not False, "hooks": hooks}
     try:
-        agreement.compare({"model": names, "configuration": configs, "proof": wish is not False})
+        agreement.compare(fields)
     except ValueError as error:
         what = re.search(r"were given different (.*); ", str(error))
         if what is None:
@@ -198,14 +269,48 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
             )
 
 
-def look_at(part: Any, known: Known) -> list[Part]:
+def check_adapters(model: torch.nn.Module) -> None:
+    """That adapters of peft are of kinds that take tokens one by one."""
+    for name, module in walked(model):
+        tuner = strange_tuner(module)
+        if tuner is not None:
+            raise NotImplementedError(
+                f"parallelize: '{name}' is an adapter of kind {tuner}, which is not known to take "
+                f"tokens one by one; use another, such as LoRA, or pass proof=False to go without"
+            )
+
+
+def check_guests(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
+    """That every hook of a user can be looked at."""
+    seen = {id(module) for part in found for _, module in beside_towers(part)}
+    held = kind_of(found[0]).__name__
+    for guest in guests_in(model):
+        if adds_noise(guest):
+            why = "adds noise as large as the length of a rank's share says; take it off"
+        elif guest.module is None or id(guest.module) in seen:
+            continue
+        elif any(guest.module is module for part in found for _, module in walked(part)):
+            why = (
+                "would see the pictures of one rank alone, and nobody has looked at what it does "
+                "to them; take it off, or pass proof=False to go without"
+            )
+        else:
+            why = (
+                f"is around {held}, where nobody looks at what it does to tokens; put it on the "
+                f"{held}, or pass proof=False to go without"
+            )
+        raise NotImplementedError(f"parallelize: {guest} {why}")
+
+
+def look_at(part: Any, known: Known) -> list[Part | Guest]:
     """Its input embeddings where they are somebody's, and isolation and order on the model itself
-    where it has modules that its twin does not have; returns those. Under fully_shard every rank
-    takes part."""
+    where it has modules or hooks that its twin does not have; returns those. Under fully_shard
+    every rank takes part."""
     from longspan import _proving
 
     check_lookup(part)
-    others = known.strangers
+    guests = guests_in(part)
+    others: list[Part | Guest] = [*known.strangers, *guests]
     if not others:
         return []
     if any(p.device.type == "meta" for p in part.parameters()):
@@ -214,11 +319,63 @@ def look_at(part: Any, known: Known) -> list[Part]:
             f"without weights (on the meta device) it cannot be looked at; parallelize once it "
             f"has them"
         )
+    if known.strangers:
+        _check_attention(part, known.twin)
+    if guests:
+        _check_called(guests, known)
     try:
-        _proving.check_model_itself(part)
+        _proving.check_model_itself(part, guests)
     except _proving.Refused as error:
-        raise NotImplementedError(f"parallelize: {error}") from None
+        on_it = next((one for one in guests if str(error).startswith(one.where)), None)
+        with_it = "" if on_it is None else f"; it was looked at with {on_it}"
+        raise NotImplementedError(f"parallelize: {error}{with_it}") from None
     return others
+
+
+def _check_attention(part: Any, twin: Any) -> None:
+    """That its attention is that of the twin: a call of the model itself would not show who
+    sees whom."""
+    shown = {key for _, key in _attention_in(twin)}
+    for name, key in _attention_in(part):
+        if key not in shown:
+            raise NotImplementedError(
+                f"parallelize: '{name}' ({key[0].__name__}) does not fit into a twin of "
+                f"{kind_of(part).__name__}, and nothing else would show which tokens its attention "
+                f"sees; pass proof=twin, a small model on the CPU with the same attention, or "
+                f"proof=False to go without"
+            )
+
+
+def _attention_in(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The class and the forward of every layer that attends or carries states, by its name."""
+    from longspan._recipes import recipe_for
+    from longspan._transformers import is_attention
+
+    for name, module in modules_of(model):
+        if is_attention(module) or recipe_for(module) is not None:
+            kind = kind_of(module)
+            yield name, (kind, forward_of(module, kind))
+
+
+def _check_called(guests: Sequence[Guest], known: Known) -> None:
+    """That the modules of hooks are given tokens as they are without us."""
+    from longspan import _proving
+
+    with known.lock:
+        if known.bypassed is None:
+            with quiet():
+                known.bypassed = _proving.bypassed(known.twin)
+    places = {place_of(name) for name, _ in walked(known.twin)}
+    for guest in guests:
+        place = place_of(unwrapped(guest.name))
+        while place not in places:
+            place = place.rpartition(".")[0]
+        if place in known.bypassed:
+            raise NotImplementedError(
+                f"parallelize: {guest} would not be called with tokens: over ranks another "
+                f"function does what this module does; put it on a module around it, or pass "
+                f"proof=False to go without"
+            )
 
 
 def check_version() -> None:

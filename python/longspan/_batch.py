@@ -164,7 +164,7 @@ def shard(
     with Agreement("shard", place.group, check_agreement) as agreement:
         if model is not None and state is not None:
             with still(model):
-                _transformers.check_unchanged(state)
+                _transformers.check_unchanged(state, model)
                 _transformers.check_batch(model, batch)
         reading = Reading(table, sentinel, pass_through, shift_labels, ahead)
         local = share(batch, place, agreement, state, reading, layout, form, multiple)

@@ -22,6 +22,7 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
+from longspan._hooks import Guest, guests_in
 from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
@@ -179,6 +180,8 @@ class Parallelized:
     seen: list[Inventory] = field(default_factory=list)
     #: What their configurations and layers said.
     settings: Settings | None = None
+    #: Hooks of users that were there.
+    guests: list[Guest] = field(default_factory=list)
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -522,7 +525,7 @@ def parallelize(
     FSDP2, torch.compile), that a `longspan.proof` lets in: shown once for a class and a
     configuration on a twin with small sizes, on the CPU and in less than a second. Rank 0
     shows it, all ranks hear. `proof` is False to go without, or a small model of the
-    same classes where none can be made. Only the instances inside `model` change, never a
+    same class where none can be made. Only the instances inside `model` change, never a
     class, a module of Python, or a configuration that other models may share.
 
     For long shares (see docs/memory.md): `loss_tile` tokens have logits at a time when
@@ -582,6 +585,7 @@ def set_up(model: torch.nn.Module, state: Parallelized) -> None:
         raise
     state.seen = _transformers.inventory(model)
     state.settings = _transformers.settings_of(model, state)
+    state.guests = guests_in(model)
 
 
 def restore(model: Model) -> Model:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longspan._agreement import Agreement
 from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
+from longspan._hooks import Guest, changes
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._lookups import rows_of
 from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
@@ -29,11 +30,12 @@ from longspan._strategy import Strategy
 from longspan._tiles import STUMBLES, CannotTile, Tail, kept_numbers, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
 from longspan._transformers import attention_layers, check_batch, first_position, has_loss
+from longspan._twins import place_of
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
 #: A document of the ruler, for two ranks with `TOKENS` each; longer than every window.
-_LONG = 2 * TOKENS
+LONG = 2 * TOKENS
 #: Relative to the largest value of a tensor: many models compute norms, rotary tables and
 #: routers in float32. What is wrong is off by 1e-2 and more.
 _TOLERANCE = 1e-5
@@ -103,22 +105,57 @@ def prove(twin: Any) -> tuple[list[str], str | None]:
     return shown, None
 
 
-def check_model_itself(model: Any) -> list[str]:
-    """*Isolation* and *order* on a user's own model, with its weights; leaves it as it
-    was."""
+def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
+    """*Isolation* and *order* on a user's own model, with its weights and the hooks on it;
+    leaves it as it was."""
     state = Parallelized(
         Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model)
     )
     modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     set_up(model, state)
+    chosen = [layer.name for layer in state.layers if layer.selects or layer.pools]
+    hidden = {
+        one.name: one.module
+        for one in guests
+        if one.module is not None and any(one.name.startswith(name + ".") for name in chosen)
+    }
     try:
         model.eval()
-        return check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
+        with changes(hidden) as changed:
+            shown = check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
     finally:
         state.put_back()
         for module, training in modes:
             module.training = training
+    for one in guests:
+        if one.name in changed:
+            raise Refused(
+                f"{one} changes what this module takes or gives, and in a layer that chooses its "
+                f"keys nobody can see what that does to other tokens; put it on the attention "
+                f"around it, or only look"
+            )
+    return shown
+
+
+def bypassed(twin: Any) -> frozenset[str]:
+    """The modules that the plain twin calls with its tokens and the parallelized one does not,
+    by their places: recipes do otherwise what they do."""
+    ids = _ids(twin, TOKENS, 9)
+    with torch.no_grad():
+        plain = _traced(twin, {"input_ids": ids, "use_cache": False})
+        mine = _parallel(twin)
+        ours = _traced(mine, _share(mine, {"input_ids": ids}))
+    return frozenset(_called(plain) - _called(ours))
+
+
+def _called(trace: Trace) -> set[str]:
+    """The places of modules that were given tokens."""
+    return {
+        place_of(call.name)
+        for call in trace.calls
+        if any(TOKENS in value.shape for value in call.inputs.values())
+    }
 
 
 def _parallel(twin: Any, group: Group | None = None) -> Any:
@@ -310,21 +347,21 @@ class _Answer:
 def check_ruler(twin: Any) -> list[str]:
     """One rank equals the plain twin on a long document, and two ranks each document
     alone, packed and padded: loss, logits and every gradient. Leaves the twin plain."""
-    plain = _plainly(twin, [_ids(twin, _LONG, 6)])
-    alone = _over(twin, 1, {"input_ids": _ids(twin, _LONG, 6)})
+    plain = _plainly(twin, [_ids(twin, LONG, 6)])
+    alone = _over(twin, 1, {"input_ids": _ids(twin, LONG, 6)})
     scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
     rounding = _SCANNED if scans else 1
     _compare(plain, alone, lambda: _blame_one_rank(twin), "over one rank", rounding)
-    documents = [_ids(twin, length, 7 + length) for length in (30, 1, _LONG - 31)]
+    documents = [_ids(twin, length, 7 + length) for length in (30, 1, LONG - 31)]
     packed = {
         "input_ids": torch.cat(documents, dim=1),
         "position_ids": torch.cat([torch.arange(d.shape[1]) for d in documents])[None],
     }
     long = documents[-1]
-    pads = _LONG - long.shape[1]
+    pads = LONG - long.shape[1]
     left = {
         "input_ids": torch.cat([torch.full((1, pads), int(long[0, 0])), long], dim=1),
-        "attention_mask": (torch.arange(_LONG) >= pads).long()[None],
+        "attention_mask": (torch.arange(LONG) >= pads).long()[None],
     }
     for name, batch, wanted in (("packed", packed, documents), ("left-padded", left, [long])):
         _compare(
@@ -412,7 +449,7 @@ def _run(ranks: int, body: Callable[[Group], Any], twin: Any) -> list[Any]:
     except Exception as error:
         # Again on one rank, to see whose it was.
         mine = _parallel(twin)
-        _traced(mine, _share(mine, {"input_ids": _ids(twin, _LONG, 6)}))
+        _traced(mine, _share(mine, {"input_ids": _ids(twin, LONG, 6)}))
         said = " ".join(str(error).split())
         raise Refused(
             f"{type(twin).__name__} does not run over {ranks} ranks: {type(error).__name__}: {said}"
@@ -522,13 +559,13 @@ def _own_loss(twin: Any, ids: Tensor, targets: Tensor, tail: Tail | None) -> _An
 
 
 def _blame_one_rank(twin: Any) -> Blame | None:
-    ids = _ids(twin, _LONG, 6)
+    ids = _ids(twin, LONG, 6)
     with torch.no_grad(), traced(twin) as plain:
         twin(input_ids=ids, use_cache=False)
     mine = _parallel(twin)
     with torch.no_grad():
         ours = _traced(mine, _share(mine, {"input_ids": ids}))
-    return guilty(plain, ours, Pairing.same(_LONG, _TOLERANCE), apart=False)
+    return guilty(plain, ours, Pairing.same(LONG, _TOLERANCE), apart=False)
 
 
 def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
@@ -548,7 +585,7 @@ def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
 
     for rank, trace in enumerate(run_ranks(2, body)):
         mine = torch.arange(TOKENS)
-        pairing = Pairing(_LONG, TOKENS, mine + rank * TOKENS, mine, _TOLERANCE)
+        pairing = Pairing(LONG, TOKENS, mine + rank * TOKENS, mine, _TOLERANCE)
         found = guilty(whole, trace, pairing, apart=False)
         if found is not None:
             return found

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan._arguments import check_whole, is_whole, wrong
 from longspan._cross_entropy import linear_cross_entropy
+from longspan._hooks import guests_of
 from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention, Parallelized
 from longspan._twins import kind_of
@@ -151,7 +152,7 @@ def head_of(part: PreTrainedModel) -> nn.Linear:
         raise CannotTile(f"the output layer of {name} is {type(head).__name__}, not nn.Linear")
     assert isinstance(head, nn.Linear)
     hooks = not is_fully_sharded(head) and (head._forward_hooks or head._forward_pre_hooks)
-    if hooks or "forward" in vars(head):
+    if hooks or guests_of(head) or "forward" in vars(head):
         raise CannotTile(f"somebody looks into the output layer of {name}")
     return head
 

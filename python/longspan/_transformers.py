@@ -20,6 +20,7 @@ import torch
 from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
+from longspan._hooks import guests_in, newcomer
 from longspan._images import beside_towers, check_pictures, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
@@ -113,6 +114,7 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             f"parallelize: {type(model).__name__} holds no transformers model; for other models "
             f"call longspan.attend in place of their attention"
         )
+    _check_adapters(model)
     for part in found:
         _check_model(part)
         _check_rotation(part)
@@ -226,10 +228,16 @@ def check_settings(who: str, state: Parallelized) -> None:
         raise ValueError(f"{who}: {changed}, which nobody has looked at; set it back, or {_AGAIN}")
 
 
-def check_unchanged(state: Parallelized) -> None:
+def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
     """That a model still consists of what was let in."""
     again = _AGAIN
     check_settings("shard", state)
+    guest = newcomer(guests_in(model), state.guests)
+    if guest is not None:
+        raise ValueError(
+            f"shard: {guest} came after the model was parallelized, and nobody has looked at what "
+            f"it does to tokens; put it there before, or {again}"
+        )
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
             if (changed := sources.changed()) is not None:
@@ -423,6 +431,25 @@ def _check_model(part: PreTrainedModel) -> None:
             f"(_supports_attention_backend is not set), so it cannot be redirected"
         )
     _routers.check_model(part)
+
+
+def _check_adapters(model: torch.nn.Module) -> None:
+    """Of peft: those that want the whole row are not cut with it."""
+    for _, module in walked(model):
+        own = vars(module)
+        adapters = own.get("peft_config") or own.get("_peft_config")
+        for name, config in adapters.items() if isinstance(adapters, dict) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                what = "an aLoRA: it looks for alora_invocation_tokens in whole rows"
+            elif getattr(config, "is_prompt_learning", False):
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                what = f"of kind {kind}: it puts tokens of its own before whole rows"
+            else:
+                continue
+            raise NotImplementedError(
+                f"parallelize: the adapter '{name}' is {what}, and a rank has a part of each; use "
+                f"LoRA (without alora_invocation_tokens) instead"
+            )
 
 
 def _check_rotation(part: PreTrainedModel) -> None:

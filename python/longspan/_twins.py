@@ -23,6 +23,14 @@ from longspan._walking import walked
 
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
+#: Of peft, those whose adapters take tokens one by one, as the layers in them do. Adapters begin
+#: as nothing, so a call would not show that Lily's experts, say, are weighed by all tokens of it.
+_TUNERS = {
+    "adalora", "adamss", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
+    "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
+    "osf", "peanut", "poly", "psoft", "pvera", "randlora", "road", "shira", "supertuning",
+    "tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft", "xlora",
+}  # fmt: skip
 #: transformers builds modules under settings of the process.
 _building = threading.Lock()
 
@@ -66,9 +74,19 @@ def parts_of(model: nn.Module) -> frozenset[Part]:
     found = set()
     for name, module in modules_of(model):
         kind = kind_of(module)
-        forward = _forward(module, kind, root=not name)
-        found.add(Part(re.sub(r"\d+", "*", name), kind, forward, _traits(module)))
+        forward = forward_of(module, kind, root=not name)
+        found.add(Part(place_of(name), kind, forward, _traits(module)))
     return frozenset(found)
+
+
+def unwrapped(name: str) -> str:
+    """A module's name without what wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def place_of(name: str) -> str:
+    """A module's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -102,8 +120,16 @@ def _held(module: nn.Module) -> nn.Module | None:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether peft put it around a layer that takes tokens one by one."""
+    """Whether peft put it around a layer."""
     return type(module).__module__.startswith("peft.tuners.") and "base_layer" in module._modules
+
+
+def strange_tuner(module: nn.Module) -> str | None:
+    """What peft calls an adapter, if nobody has looked at what it does to tokens."""
+    if not is_adapter(module):
+        return None
+    tuner = type(module).__module__.split(".")[2]
+    return None if tuner in _TUNERS else tuner
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
@@ -156,8 +182,11 @@ def named_kinds(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
+def forward_of(module: nn.Module, kind: Any, *, root: bool = False) -> Any:
+    """What a call of it runs: its class's forward, or somebody's."""
     own = vars(module).get("forward")
+    if own is not None and _moves_only(module, own):
+        own = vars(module)["_old_forward"]
     if own is None:
         return kind.forward
     function = getattr(own, "__func__", own)
@@ -167,6 +196,16 @@ def _forward(module: nn.Module, kind: Any, *, root: bool) -> Any:
     ):
         return kind.forward
     return function
+
+
+def _moves_only(module: nn.Module, forward: Any) -> bool:
+    """Whether accelerate put it there, to bring tensors to a device and nothing else."""
+    hook = vars(module).get("_hf_hook")
+    every = (hook, *getattr(hook, "hooks", ()))
+    homes = {type(one).__module__ for one in every} | {
+        getattr(getattr(forward, "func", None), "__module__", "")
+    }
+    return homes == {"accelerate.hooks"} and "_old_forward" in vars(module)
 
 
 def _traits(module: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -232,7 +232,7 @@ class TrainerMixin(_Behind):  # type: ignore[misc]
                 )
             check_group(_WHO, state, group)
             try:
-                _transformers.check_unchanged(state)
+                _transformers.check_unchanged(state, model)
             except ValueError as error:
                 raise ValueError(
                     f"{_WHO}: {type(self).__name__} changed a model that was parallelized before; "

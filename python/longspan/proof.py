@@ -19,7 +19,17 @@ from typing import Any
 import torch
 
 from longspan import _transformers
-from longspan._admission import Proof, check_version, check_wrappers, known_of, look_at, proof_of
+from longspan._admission import (
+    Proof,
+    check_adapters,
+    check_guests,
+    check_twin,
+    check_version,
+    check_wrappers,
+    known_of,
+    look_at,
+    proof_of,
+)
 from longspan._arguments import check_kind, wrong
 from longspan._models import find_state
 from longspan._twins import kind_of
@@ -48,7 +58,11 @@ def prove(model: torch.nn.Module, *, twin: torch.nn.Module | None = None) -> Pro
         _transformers.attention_layers(model)
         check_version()
         parts = _transformers.whole_models(model)
+        if twin is not None:
+            check_twin("prove", "twin", twin, parts)
         check_wrappers(model, parts)
+        check_adapters(model)
+        check_guests(model, parts)
         for part in parts:
             name = kind_of(part).__name__
             known = known_of(part, "auto" if twin is None else twin)

@@ -27,6 +27,28 @@ class Mixing(nn.Module):
         return x + x.roll(1, 1)
 
 
+def centred(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+    return out - out.mean(1, keepdim=True)
+
+
+def hooked(hook: Any) -> Any:
+    """A sharded model with a hook on one module, if there is one for this rank."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    if hook is not None:
+        model.model.layers[1].mlp.register_forward_hook(hook)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["cp"])
+    return fully_shard(model, mesh=mesh["cp"])
+
+
+def refused(model: Any) -> str:
+    try:
+        longspan.parallelize(model, world)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def sharded(last: nn.Module) -> Any:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
@@ -82,4 +104,11 @@ try:
 except NotImplementedError as error:
     assert "'model.embed_tokens' (" in str(error), error
     print("embeddings", flush=True)
+
+longspan.parallelize(hooked(lambda *_: None), world)
+assert "'model.layers.1.mlp' (LlamaMLP) mixes tokens" in refused(hooked(centred))
+# A look at the model is a call of all ranks.
+said = refused(hooked(centred if world.rank() == 0 else None))
+assert said.startswith("parallelize: the ranks of the group were given different `hooks`"), said
+print("hooks", flush=True)
 torch.distributed.destroy_process_group()

@@ -60,6 +60,13 @@ def adapt(model: Any) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
+def adapted(kind: str, **options: Any) -> Any:
+    """A model with an adapter of peft."""
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(decoder("llama"), config).double()
+
+
 def configured(**settings: Any) -> Change:
     """Sets them in the configuration that the model has then."""
 
@@ -391,6 +398,44 @@ def test_every_rank_names_a_twin_that_does_not_build() -> None:
         "parallelize: no twin of this model can be made: Strange with small sizes does not build: "
         "TypeError: "
     )
+
+
+ON_QUERIES = {"target_modules": ["q_proj"]}
+OF_WHOLE_ROWS = {
+    "LoraConfig": ("an aLoRA: it looks for", {**ON_QUERIES, "alora_invocation_tokens": [3]}),
+    "PromptTuningConfig": ("of kind PROMPT_TUNING: it puts tok", {"num_virtual_tokens": 2}),
+    "PromptEncoderConfig": ("of kind P_TUNING: it puts tok", {"num_virtual_tokens": 2}),
+    "PrefixTuningConfig": ("of kind PREFIX_TUNING: it puts tok", {"num_virtual_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OF_WHOLE_ROWS)
+def test_every_rank_names_an_adapter_that_wants_whole_rows(kind: str) -> None:
+    what, options = OF_WHOLE_ROWS[kind]
+    message = told(lambda: adapted(kind, **options), NotImplementedError)
+    assert message.startswith(f"parallelize: the adapter 'default' is {what}"), message
+    assert message.endswith("use LoRA (without alora_invocation_tokens) instead")
+
+
+def test_every_rank_names_an_adapter_that_is_not_known() -> None:
+    """The experts of Lily are weighed by all tokens, which shows once it has learned."""
+    message = told(lambda: adapted("LilyConfig", **ON_QUERIES), NotImplementedError)
+    assert message.startswith(
+        "parallelize: 'base_model.model.model.layers.0.self_attn.q_proj' is an adapter of kind "
+        "lily, which is not known to take tokens one by one; use another, such as LoRA"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LoraConfig", ON_QUERIES),
+        ("LoraConfig", {**ON_QUERIES, "use_dora": True}),
+        ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": []}),
+    ],
+)
+def test_adapters_of_tokens_are_let_in(kind: str, options: dict[str, Any]) -> None:
+    longspan.shard(BATCH, model=longspan.parallelize(adapted(kind, **options)))
 
 
 def test_attention_weights_are_none_on_every_rank_and_that_is_said_once(

@@ -240,6 +240,55 @@ class _Deaf(llama.LlamaAttention):
         return super().forward(hidden_states, position_embeddings, **options)
 
 
+class _Sloped(llama.LlamaAttention):
+    """Adds a bias by distance, as steep as an attribute of its own says, which no twin has."""
+
+    slope: float
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, **options: Any) -> Any:
+        tokens = hidden_states.shape[1]
+        if options.get("longspan") is None:
+            apart = torch.arange(tokens)[None] - torch.arange(tokens)[:, None]
+            bias = torch.where(apart > 0, -torch.inf, self.slope * apart).to(hidden_states.dtype)
+            options["attention_mask"] = bias[None, None]
+        return super().forward(hidden_states, position_embeddings, **options)
+
+
+class _Forgetting(llama.LlamaAttention):
+    """Sees some tokens back only, where it is handed a mask."""
+
+    reach: int
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, **options: Any) -> Any:
+        if isinstance(options.get("attention_mask"), Tensor) or "longspan" not in options:
+            tokens = hidden_states.shape[1]
+            near = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-self.reach)
+            options["attention_mask"] = near[None, None]
+        return super().forward(hidden_states, position_embeddings, **options)
+
+
+class _Counting(llama.LlamaAttention):
+    """Does what the family does, and has an attribute of its own."""
+
+    calls: int
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, **options: Any) -> Any:
+        self.calls += 1
+        return super().forward(hidden_states, position_embeddings, **options)
+
+
+def _swapped(place: str, kind: type, **attributes: Any) -> Callable[[Any], Any]:
+    """A module of a class that has attributes of its own."""
+
+    def plant(model: Any) -> Any:
+        module = model.get_submodule(place)
+        module.__class__ = kind
+        vars(module).update(attributes)
+        return model
+
+    return plant
+
+
 def _replaced(place: str, kind: type) -> Callable[[Any], None]:
     def plant(model: Any) -> None:
         model.get_submodule(place).__class__ = kind
@@ -312,6 +361,8 @@ FAULTS: dict[str, Fault] = {
     "a window only in the configuration": Fault(
         _replaced(ATTENTION, _Unwindowed), ATTENTION, "mistral"
     ),
+    "a slope of its own": Fault(_swapped(ATTENTION, _Sloped, slope=0.3), ATTENTION),
+    "a reach of its own": Fault(_swapped(ATTENTION, _Forgetting, reach=4), ATTENTION),
     "a bias added inside": Fault(_replaced(ATTENTION, _Biased), ATTENTION),
     "positions from 1": Fault(_numbered_from_one, "transformer", "gpt2"),
     "deaf to positions": Fault(_deaf_to_positions, "model"),
@@ -355,4 +406,53 @@ class _Forgetful(transformers.LlamaForCausalLM):
 def test_a_loss_of_other_targets_is_refused() -> None:
     model = _Forgetful(transformers.LlamaConfig(**_SIZES))
     with pytest.raises(NotImplementedError, match="the model counts another loss over one rank th"):
+        longspan.parallelize(model)
+
+
+# ---- Attention that no twin can have.
+
+SWAPPED = {
+    "wrong": _swapped(ATTENTION, _Sloped, slope=0.3),
+    "right": _swapped(ATTENTION, _Counting, calls=0),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_attention_with_attributes_of_its_own_is_shown_on_a_twin_that_is_given(what: str) -> None:
+    """A call of the model itself, with attention of single tokens, would let both in."""
+    model = SWAPPED[what](_model("llama"))
+    message = (
+        rf"'model.layers.1.self_attn' \({type(model.get_submodule(ATTENTION)).__name__}\) does "
+        r"not fit into a twin of LlamaForCausalLM, .*; pass proof=twin, a small model on the CPU"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+    twin = SWAPPED[what](_model("llama"))
+    if what == "right":
+        longspan.parallelize(model, proof=twin)
+    else:
+        with pytest.raises(NotImplementedError, match=r"self_attn.*gives another answer over one"):
+            longspan.parallelize(model, proof=twin)
+    plain = _model("llama")
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(SWAPPED[what](_model("llama")), proof=plain)
+
+
+def test_a_forward_that_only_moves_tensors_is_no_other_attention() -> None:
+    """accelerate puts one into every module, where weights are quantized say."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = _model("llama")
+    hooks.attach_execution_device_hook(model, "cpu")
+    assert "forward" in vars(model.get_submodule(ATTENTION))
+    longspan.parallelize(model)
+    told = longspan.explain(model, {"input_ids": torch.ones(1, 8, dtype=torch.long)}).proof
+    assert told.endswith("hold on a twin")
+    longspan.restore(model)
+
+    class Rolled(hooks.ModelHook):  # type: ignore[misc, name-defined]
+        def post_forward(self, _: Any, output: Tensor) -> Tensor:
+            return output.roll(1, 1)
+
+    hooks.add_hook_to_module(model.get_submodule(MLP), Rolled(), append=True)
+    with pytest.raises(NotImplementedError, match=rf"'{MLP}' \(LlamaMLP\) mixes tokens"):
         longspan.parallelize(model)

@@ -315,9 +315,8 @@ def test_swaps_under_fully_shard_are_looked_at_by_all_ranks() -> None:
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     for output in outputs:
         lines = output.splitlines()
-        assert all(
-            name in lines for name in ("harmless", "named", "sharded afterwards", "embeddings")
-        )
+        expected = ("harmless", "named", "sharded afterwards", "embeddings", "hooks")
+        assert all(name in lines for name in expected)
 
 
 class Holder(nn.Module):
@@ -372,6 +371,54 @@ def test_a_twin_that_does_not_build() -> None:
     longspan.parallelize(model, proof=small)
     check_same(before, everything(small))
     assert "hold on a twin" in longspan.explain(model, packed([7]).batch).proof
+
+
+ONLY_FULL = {"layer_types": ["full_attention"] * 2}
+NO_TWINS = {
+    "another family": (
+        "llama", lambda: decoder("qwen3"),
+        "is a Qwen3ForCausalLM, which shows nothing about a LlamaForCausalLM; give a small Llama",
+    ),
+    "a class derived from it": (
+        "llama", lambda: Strange(fresh().config, 5),
+        "is a Strange, which shows nothing about a LlamaForCausalLM",
+    ),
+    "no windows": (
+        "gemma3", lambda: decoder("gemma3", **ONLY_FULL),
+        "has no layer that attends as 'model.layers.0.self_attn' does (a window), so it shows noth",
+    ),
+    "no softcaps": (
+        "gemma2", lambda: decoder("gemma2", attn_logit_softcapping=None),
+        "has no layer that attends as 'model.layers.0.self_attn' does (a window, a softcap)",
+    ),
+    "windows that nothing fills": (
+        "mistral", lambda: decoder("mistral", sliding_window=4096),
+        "is 4096 tokens, and documents of 74 would not show it; give one with smaller windows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_TWINS)
+def test_a_twin_that_shows_nothing_is_refused_on_every_rank(what: str) -> None:
+    family, make, message = NO_TWINS[what]
+
+    def body(group: Group) -> str:
+        model, sent = decoder(family), group.sent_bytes
+        with pytest.raises(ValueError) as raised:
+            longspan.parallelize(model, group, proof=make())
+        assert group.sent_bytes == sent
+        assert not any("_longspan" in vars(module) for module in model.modules())
+        return str(raised.value)
+
+    (said,) = set(run_ranks(2, body))
+    assert said.startswith("parallelize: ") and "`proof`" in said and message in said, said
+    with pytest.raises(ValueError, match=r"prove: .*`twin`"):
+        prove(decoder(family), twin=make())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "glm_moe_dsa"])
+def test_a_twin_of_the_same_classes_is_taken(family: str) -> None:
+    longspan.parallelize(decoder(family), proof=decoder(family))
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "6.0.0"])

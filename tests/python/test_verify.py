@@ -22,7 +22,9 @@ from verify_targets import Dying, Unmade
 
 import longspan
 from longspan import _measuring, _verify_command, _verifying
+from longspan._hooks import guests_in
 from longspan._measuring import Wishes, lengths_of
+from longspan._models import state_of
 from longspan._verify_command import _parser, _Target, _wishes, main
 
 SMALL = ["--tokens", "96", "--documents", "4"]
@@ -103,6 +105,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str = "llama") 
     def spoiled(model: Any, group: Any = None, **options: Any) -> Any:
         made = before(model, group, **options)
         fault(made, group)
+        # As if it had been there when the model was let in.
+        state_of("spoiled", made).guests = guests_in(made)
         return made
 
     monkeypatch.setattr(_measuring, "parallelize", spoiled)

@@ -1,0 +1,302 @@
+"""Hooks of users: code that no class of a model shows. Those that leave tokens alone stay, the
+others are named."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan import Group, run_ranks
+
+pytest.importorskip("transformers")
+
+from oracle import tiny_images
+from oracle.tiny_decoders import decoder, packed
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from longspan.proof import prove
+
+CASE = packed([7, 5])
+MLP = "model.layers.1.mlp"
+ATTENTION = "model.layers.1.self_attn"
+Put = Callable[[Any], Any]
+
+
+def centred(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    """Mixes tokens."""
+    return out - out.mean(1, keepdim=True)
+
+
+def doubled(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return out * 2
+
+
+def quiet(*_: Any) -> None:
+    """Looks and says nothing."""
+
+
+def centred_before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (given[0] - given[0].mean(1, keepdim=True), *given[1:])
+
+
+def first_token(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    hidden = named["hidden_states"]
+    return given, named | {"hidden_states": hidden + hidden[:, :1]}
+
+
+class Centre:
+    """A hook with a state, and one as a method."""
+
+    def __call__(self, *call: Any) -> Tensor:
+        return centred(*call)
+
+    def method(self, *call: Any) -> Tensor:
+        return centred(*call)
+
+
+def after(place: str, hook: Any) -> Put:
+    return lambda model: model.get_submodule(place).register_forward_hook(hook)
+
+
+def before(place: str, hook: Any, **options: Any) -> Put:
+    return lambda model: model.get_submodule(place).register_forward_pre_hook(hook, **options)
+
+
+def on_all(model: Any) -> None:
+    for module in model.modules():
+        module.register_forward_hook(quiet)
+
+
+def message_of(model: Any, group: Any = None) -> str:
+    with pytest.raises(NotImplementedError) as raised:
+        longspan.parallelize(model, group)
+    assert not any("_longspan" in vars(module) for module in model.modules())
+    return str(raised.value)
+
+
+# ---- Before.
+
+
+MIXING = {
+    "after a module": (after(MLP, centred), "centred"),
+    "before a module": (before(MLP, centred_before), "centred_before"),
+    "on what is handed by name": (
+        before(ATTENTION, first_token, with_kwargs=True),
+        "first_token",
+    ),
+    "with more to say": (after(MLP, functools.partial(centred)), "centred"),
+    "without gradients": (after(MLP, torch.no_grad()(centred)), "centred"),
+    "an object": (after(MLP, Centre()), "Centre"),
+    "a method": (after(MLP, Centre().method), "Centre.method"),
+    "inside attention": (after(f"{ATTENTION}.k_proj", centred), "centred"),
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_a_hook_that_mixes_tokens_is_named(what: str) -> None:
+    put, name = MIXING[what]
+    model = decoder("llama")
+    put(model)
+    message = message_of(model)
+    assert message.startswith("parallelize: 'model.layers.1."), message
+    assert "mixes tokens outside attention" in message
+    assert f"; it was looked at with the hook {name} on 'model.layers.1." in message, message
+    found = prove(model)
+    assert not found and "mixes tokens outside attention" in str(found)
+    longspan.parallelize(model, proof=False)
+
+
+def test_hooks_that_leave_tokens_alone_stay() -> None:
+    """Their answer over two ranks is that of one."""
+    seen: list[Tensor] = []
+    model = decoder("llama").eval()
+    model.model.layers[1].mlp.register_forward_hook(doubled)
+    model.model.layers[1].register_forward_hook(lambda _, __, out: seen.append(out))
+    models = [model, copy.deepcopy(model)]
+    wanted = torch.cat(
+        [model(input_ids=ids, use_cache=False).logits for ids in CASE.ids.split([7, 5], 1)], 1
+    )
+
+    def body(group: Group) -> Tensor:
+        mine = longspan.parallelize(models[group.rank()], group)
+        said = longspan.explain(mine, CASE.batch).proof
+        assert "isolation and order on the model itself, for the hook" in said
+        seen.clear()
+        local = longspan.shard(CASE.batch, group, model=mine)
+        logits = longspan.unshard(mine(**local).logits, local)
+        assert seen
+        return logits
+
+    for logits in run_ranks(2, body):
+        torch.testing.assert_close(logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mamba2"])
+def test_somebody_who_looks_everywhere(family: str) -> None:
+    model = decoder(family)
+    on_all(model)
+    longspan.shard(CASE.batch, model=longspan.parallelize(model))
+
+
+def test_libraries_whose_hooks_are_known() -> None:
+    model = decoder("llama")
+    nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)
+    model.enable_input_require_grads()
+    longspan.parallelize(model)
+    assert longspan.explain(model, CASE.batch).proof.endswith("hold on a twin")
+    local = longspan.shard({**CASE.batch, "output_hidden_states": True}, model=model)
+    assert len(model(**local).hidden_states) > 2  # by hooks of transformers
+    longspan.shard(CASE.batch, model=model)
+
+
+BYPASSED = {
+    "a matrix that is absorbed": ("glm_moe_dsa", f"{ATTENTION}.kv_b_proj"),
+    "a compressor": ("deepseek_v4", f"{ATTENTION}.compressor"),
+}
+
+
+@pytest.mark.parametrize("what", BYPASSED)
+def test_a_hook_that_would_see_no_tokens_is_refused(what: str) -> None:
+    family, place = BYPASSED[what]
+    model = decoder(family)
+    handle = model.get_submodule(place).register_forward_hook(quiet)
+    message = message_of(model)
+    assert message.startswith(f"parallelize: the hook quiet on '{place}' ("), message
+    assert "would not be called with tokens" in message
+    handle.remove()
+    model.get_submodule(ATTENTION).register_forward_hook(quiet)
+    longspan.parallelize(model)
+
+
+def test_what_chooses_keys_may_be_looked_at_only() -> None:
+    """A change of its scores would show in no other module."""
+    place = f"{ATTENTION}.indexer.wk"
+    model = decoder("deepseek_v32")
+    handle = model.get_submodule(place).register_forward_hook(doubled)
+    message = message_of(model)
+    assert message.startswith(
+        f"parallelize: the hook doubled on '{place}' (Linear) changes what this module takes or "
+        f"gives, and in a layer that chooses its keys"
+    )
+    handle.remove()
+    model.get_submodule(place).register_forward_hook(quiet)
+    longspan.parallelize(model)
+
+
+def test_a_hook_around_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(decoder("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    handle = model.register_forward_hook(quiet)
+    assert message_of(model).startswith(
+        "parallelize: the hook quiet on PeftModel is around LlamaForCausalLM, where nobody looks"
+    )
+    handle.remove()
+    model.base_model.model.register_forward_hook(quiet)
+    longspan.parallelize(model)
+
+
+def test_a_hook_in_a_tower() -> None:
+    model = tiny_images.with_eyes("gemma4")
+    tower = model.model.vision_tower
+    handle = tower.register_forward_hook(quiet)
+    message = message_of(model)
+    assert message.startswith("parallelize: the hook quiet on 'model.vision_tower' ("), message
+    assert "would see the pictures of one rank alone" in message
+    handle.remove()
+    longspan.parallelize(model)
+
+
+def test_without_weights_a_hook_cannot_be_looked_at() -> None:
+    with torch.device("meta"):
+        model = decoder("llama")
+    model.model.norm.register_forward_hook(quiet)
+    assert "cannot be looked at; parallelize once it has them" in message_of(model.to("meta"))
+
+
+def test_noise_of_the_size_of_a_share() -> None:
+    model = decoder("llama")
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    handle = model.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    message = message_of(model)
+    assert "adds noise as large as the length of a rank's share says; take it off" in message
+    handle.remove()
+    longspan.parallelize(model)
+
+
+def test_hooks_on_all_modules_of_the_process() -> None:
+    def mixes(module: nn.Module, _: Any, out: Any) -> Any:
+        return centred(module, (), out) if type(module).__name__ == "LlamaMLP" else None
+
+    made = nn.modules.module.register_module_forward_hook(quiet)
+    try:
+        model = longspan.parallelize(decoder("llama"))
+        longspan.shard(CASE.batch, model=model)
+    finally:
+        made.remove()
+    made = nn.modules.module.register_module_forward_hook(mixes)
+    try:
+        with pytest.raises(ValueError, match=r"mixes on all modules came after the model was"):
+            longspan.shard(CASE.batch, model=model)
+        assert "(LlamaMLP) mixes tokens outside attention" in message_of(decoder("llama"))
+    finally:
+        made.remove()
+    longspan.shard(CASE.batch, model=model)
+
+
+# ---- Afterwards.
+
+
+@pytest.mark.parametrize("put", [after(MLP, centred), before(MLP, quiet)])
+def test_a_hook_that_came_later_is_refused_on_every_rank(put: Put) -> None:
+    def body(group: Group) -> str:
+        model = longspan.parallelize(decoder("llama"), group)
+        handle, sent = put(model), group.sent_bytes
+        with pytest.raises(ValueError) as raised:
+            longspan.shard(CASE.batch, group, model=model)
+        assert group.sent_bytes == sent
+        handle.remove()
+        longspan.shard(CASE.batch, group, model=model)
+        return str(raised.value)
+
+    (message,) = set(run_ranks(2, body))
+    assert message.startswith("shard: the hook ")
+    assert (
+        f" on '{MLP}' (LlamaMLP) came after the model was parallelized, and nobody has looked at "
+        f"what it does to tokens; put it there before, or call longspan.restore(model)"
+    ) in message
+
+
+def test_hooks_that_go_and_come_back() -> None:
+    """As those of a context around each step do."""
+    model = decoder("llama")
+    handle = model.model.norm.register_forward_hook(quiet)
+    longspan.parallelize(model)
+    handle.remove()
+    longspan.shard(CASE.batch, model=model)
+    model.model.norm.register_forward_hook(quiet)
+    local = longspan.shard(CASE.batch, model=model)
+    seen: list[Any] = []
+    with model.model.layers[0].register_forward_hook(lambda *call: seen.append(call[2])):
+        model(**local)  # of this call alone
+    assert len(seen) == 1
+    longspan.shard(CASE.batch, model=model)
+
+
+def test_one_rank_may_look_alone() -> None:
+    """As rank 0 does that writes a log."""
+
+    def body(group: Group) -> None:
+        model = decoder("llama")
+        if group.rank() == 0:
+            model.model.norm.register_forward_hook(quiet)
+        longspan.parallelize(model, group)
+        longspan.shard(CASE.batch, group, model=model)
+
+    run_ranks(2, body)
