@@ -300,8 +300,20 @@ def _look_for_mask(
     if not torch.compiler.is_compiling():
         check_settings(type(module).__name__, vars(module)[MARK])
         _check_shifted(module, given)
+        check_every_layer(type(module).__name__, module)
     if has_loss(module):
         remark_on_missing_count(vars(module)[MARK], module, given)
+
+
+def check_every_layer(who: str, part: torch.nn.Module) -> None:
+    """That training skips no layers: ranks would draw others, and exchange keys of one layer with
+    those of the next."""
+    share = vars(part).get("layerdrop") or 0
+    if part.training and share > 0 and vars(part)[MARK].group.size() > 1:
+        raise NotImplementedError(
+            f"{who}: {type(part).__name__} skips layers at random in training (layerdrop is "
+            f"{share:g}), and every rank would skip others; set its layerdrop to 0"
+        )
 
 
 def _check_shifted(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
@@ -345,6 +357,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
         if recipe.check_batch is not None:
             recipe.check_batch("shard", model, batch)
     for part in parts:
+        check_every_layer("shard", part)
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None

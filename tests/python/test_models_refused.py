@@ -272,6 +272,32 @@ def test_labels_that_a_rank_would_shift_alone() -> None:
     assert message.startswith("LlamaForCausalLM: got `labels` without `shift_labels`, and would")
 
 
+def test_layers_that_ranks_would_skip_at_random() -> None:
+    (opt,) = (family for family in _families.families() if family.name == "opt")
+
+    def body(group: Group) -> tuple[str, str]:
+        model = longspan.parallelize(_families.made(opt, vocabulary=61), group)
+        model.model.decoder.layerdrop = 0.5
+        local = longspan.shard(BATCH, group, model=model)
+        assert model(**local).loss.isfinite()  # nothing is skipped but in training
+        sent = group.sent_bytes
+        model.train()
+        with pytest.raises(NotImplementedError) as by_shard:
+            longspan.shard(BATCH, group, model=model)
+        with pytest.raises(NotImplementedError) as by_call:
+            model(**local)
+        assert group.sent_bytes == sent
+        model.model.decoder.layerdrop = 0.0
+        assert model(**longspan.shard(BATCH, group, model=model)).loss.isfinite()
+        return str(by_shard.value), str(by_call.value)
+
+    (said,) = set(run_ranks(2, body))
+    for who, message in zip(("shard", "OPTDecoder"), said, strict=True):
+        assert message.startswith(
+            f"{who}: OPTDecoder skips layers at random in training (layerdrop"
+        )
+
+
 @pytest.mark.parametrize("tile", [None, 4])
 def test_what_a_call_says_that_changes_nothing_is_taken(tile: int | None) -> None:
     model = longspan.parallelize(decoder("llama"), loss_tile=tile)
