@@ -431,14 +431,21 @@ def _check_model(part: PreTrainedModel) -> None:
 def _check_rotation(part: PreTrainedModel) -> None:
     rope = getattr(part.config, "rope_parameters", None) or {}
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = str(one.get("rope_type", "default"))
-        if kind == "longrope" or "dynamic" in kind:
-            raise NotImplementedError(
-                f"parallelize: {type(part).__name__} chooses its rotary frequencies by the longest "
-                f"position at hand (rope_type '{kind}'), which differs from rank to rank, and "
-                f"with pads; give it a rope_type with fixed frequencies, such as 'yarn' or "
-                f"'default'"
-            )
+        _check_fixed(type(part).__name__, str(one.get("rope_type", "default")), "give it")
+    # Modules go by what the configuration said when they were made.
+    for name, module in beside_towers(part):
+        kinds = vars(module).get("rope_type")
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            _check_fixed(f"'{name}'", str(kind), "make the model with")
+
+
+def _check_fixed(who: str, kind: str, out: str) -> None:
+    if kind == "longrope" or "dynamic" in kind:
+        raise NotImplementedError(
+            f"parallelize: {who} chooses its rotary frequencies by the longest position at hand "
+            f"(rope_type '{kind}'), which differs from rank to rank, and with pads; {out} a "
+            f"rope_type with fixed frequencies, such as 'yarn' or 'default'"
+        )
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:

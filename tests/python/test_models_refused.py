@@ -192,6 +192,12 @@ CASES = {
         "parallelized and is 5.0 now",
         after=turn_faster,
     ),
+    "rotary positions by length": Refused(
+        "llama",
+        "`rope_type` of 'model.rotary_emb' was 'default' when the model was parallelized and is "
+        "'dynamic' now",
+        after=lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
+    ),
     "both ways": Refused(
         "llama",
         "`is_causal` of its LlamaConfig was not there when the model was parallelized and is "
@@ -351,6 +357,22 @@ def test_the_configuration_that_a_model_was_made_with() -> None:
         longspan.shard(BATCH, model=model)
     longspan.parallelize(longspan.restore(model))  # the way out
     assert model(**longspan.shard(BATCH, model=model)).loss.isfinite()
+
+
+def test_rotary_tables_that_a_configuration_says_no_more() -> None:
+    """Modules keep what it said when they were made."""
+
+    def make() -> Any:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model = decoder("llama", rope_parameters=rope)
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        return model
+
+    assert told(make, NotImplementedError) == (
+        "parallelize: 'model.rotary_emb' chooses its rotary frequencies by the longest position "
+        "at hand (rope_type 'dynamic'), which differs from rank to rank, and with pads; make the "
+        "model with a rope_type with fixed frequencies, such as 'yarn' or 'default'"
+    )
 
 
 @pytest.mark.parametrize("window", [9, None])
