@@ -35,8 +35,9 @@ _READ = (
     *("window", "layer_types", "attention", "softcap", "scal", "rope", "rotary", "causal"),
     *("bidirectional", "chunk", "multiplier"),
 )
-#: What our attention reads of the family's modules.
-_OF_MODULES = ("sliding_window", "is_causal", "layer_idx")
+#: What our attention reads of the family's attention, and what rotary tables go by.
+_OF_ATTENTION = ("sliding_window", "is_causal", "layer_idx")
+_OF_ROTATION = "rope_type"
 _ATTENTION = "_attn_implementation_internal"
 
 
@@ -93,9 +94,11 @@ class Settings:
 
 
 def _read_of(module: torch.nn.Module) -> dict[str, Any]:
-    if not hasattr(module, "is_causal"):
-        return {}  # it does not attend
-    return {key: vars(module).get(key, _ABSENT) for key in _OF_MODULES}
+    own = vars(module)
+    if hasattr(module, "is_causal"):
+        return {key: own.get(key, _ABSENT) for key in _OF_ATTENTION}
+    kinds = copy.copy(own.get(_OF_ROTATION))  # some have one for each kind of layer
+    return {} if kinds is None else {_OF_ROTATION: kinds}
 
 
 def _said_by(config: Any) -> dict[str, Any]:

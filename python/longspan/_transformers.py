@@ -308,12 +308,24 @@ def _look_for_mask(
     if not torch.compiler.is_compiling():
         check_settings(type(module).__name__, vars(module)[MARK])
         _check_shifted(module, given)
+        check_every_layer(type(module).__name__, module)
     if has_loss(module):
         state = vars(module)[MARK]
         remark_on_missing_count(state, module, given)
         count = given.get("num_items_in_batch")
         if isinstance(count, torch.Tensor) and looks_again(state, "divisor"):
             check_divisor(type(module).__name__, count, on_device=True)
+
+
+def check_every_layer(who: str, part: torch.nn.Module) -> None:
+    """That training skips no layers: ranks would draw others, and exchange keys of one layer with
+    those of the next."""
+    share = vars(part).get("layerdrop") or 0
+    if part.training and share > 0 and vars(part)[MARK].group.size() > 1:
+        raise NotImplementedError(
+            f"{who}: {type(part).__name__} skips layers at random in training (layerdrop is "
+            f"{share:g}), and every rank would skip others; set its layerdrop to 0"
+        )
 
 
 def _check_shifted(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
@@ -357,6 +369,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
         if recipe.check_batch is not None:
             recipe.check_batch("shard", model, batch)
     for part in parts:
+        check_every_layer("shard", part)
         if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
             _check_loss(part)
         embeds = batch.get("inputs_embeds") is not None
@@ -455,14 +468,21 @@ def _check_adapters(model: torch.nn.Module) -> None:
 def _check_rotation(part: PreTrainedModel) -> None:
     rope = getattr(part.config, "rope_parameters", None) or {}
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = str(one.get("rope_type", "default"))
-        if kind == "longrope" or "dynamic" in kind:
-            raise NotImplementedError(
-                f"parallelize: {type(part).__name__} chooses its rotary frequencies by the longest "
-                f"position at hand (rope_type '{kind}'), which differs from rank to rank, and "
-                f"with pads; give it a rope_type with fixed frequencies, such as 'yarn' or "
-                f"'default'"
-            )
+        _check_fixed(type(part).__name__, str(one.get("rope_type", "default")), "give it")
+    # Modules go by what the configuration said when they were made.
+    for name, module in beside_towers(part):
+        kinds = vars(module).get("rope_type")
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            _check_fixed(f"'{name}'", str(kind), "make the model with")
+
+
+def _check_fixed(who: str, kind: str, out: str) -> None:
+    if kind == "longrope" or "dynamic" in kind:
+        raise NotImplementedError(
+            f"parallelize: {who} chooses its rotary frequencies by the longest position at hand "
+            f"(rope_type '{kind}'), which differs from rank to rank, and with pads; {out} a "
+            f"rope_type with fixed frequencies, such as 'yarn' or 'default'"
+        )
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:

@@ -199,6 +199,12 @@ CASES = {
         "parallelized and is 5.0 now",
         after=turn_faster,
     ),
+    "rotary positions by length": Refused(
+        "llama",
+        "`rope_type` of 'model.rotary_emb' was 'default' when the model was parallelized and is "
+        "'dynamic' now",
+        after=lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
+    ),
     "both ways": Refused(
         "llama",
         "`is_causal` of its LlamaConfig was not there when the model was parallelized and is "
@@ -279,6 +285,32 @@ def test_labels_that_a_rank_would_shift_alone() -> None:
     assert message.startswith("LlamaForCausalLM: got `labels` without `shift_labels`, and would")
 
 
+def test_layers_that_ranks_would_skip_at_random() -> None:
+    (opt,) = (family for family in _families.families() if family.name == "opt")
+
+    def body(group: Group) -> tuple[str, str]:
+        model = longspan.parallelize(_families.made(opt, vocabulary=61), group)
+        model.model.decoder.layerdrop = 0.5
+        local = longspan.shard(BATCH, group, model=model)
+        assert model(**local).loss.isfinite()  # nothing is skipped but in training
+        sent = group.sent_bytes
+        model.train()
+        with pytest.raises(NotImplementedError) as by_shard:
+            longspan.shard(BATCH, group, model=model)
+        with pytest.raises(NotImplementedError) as by_call:
+            model(**local)
+        assert group.sent_bytes == sent
+        model.model.decoder.layerdrop = 0.0
+        assert model(**longspan.shard(BATCH, group, model=model)).loss.isfinite()
+        return str(by_shard.value), str(by_call.value)
+
+    (said,) = set(run_ranks(2, body))
+    for who, message in zip(("shard", "OPTDecoder"), said, strict=True):
+        assert message.startswith(
+            f"{who}: OPTDecoder skips layers at random in training (layerdrop"
+        )
+
+
 @pytest.mark.parametrize("tile", [None, 4])
 def test_what_a_call_says_that_changes_nothing_is_taken(tile: int | None) -> None:
     model = longspan.parallelize(decoder("llama"), loss_tile=tile)
@@ -332,6 +364,22 @@ def test_the_configuration_that_a_model_was_made_with() -> None:
         longspan.shard(BATCH, model=model)
     longspan.parallelize(longspan.restore(model))  # the way out
     assert model(**longspan.shard(BATCH, model=model)).loss.isfinite()
+
+
+def test_rotary_tables_that_a_configuration_says_no_more() -> None:
+    """Modules keep what it said when they were made."""
+
+    def make() -> Any:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model = decoder("llama", rope_parameters=rope)
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        return model
+
+    assert told(make, NotImplementedError) == (
+        "parallelize: 'model.rotary_emb' chooses its rotary frequencies by the longest position "
+        "at hand (rope_type 'dynamic'), which differs from rank to rank, and with pads; make the "
+        "model with a rope_type with fixed frequencies, such as 'yarn' or 'default'"
+    )
 
 
 @pytest.mark.parametrize("window", [9, None])
