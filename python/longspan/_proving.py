@@ -22,15 +22,29 @@ from longspan._group import Group, run_ranks
 from longspan._hooks import Guest, changes
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._lookups import rows_of
-from longspan._models import LocalAttention, Parallelized, parallelize, set_up, state_of
-from longspan._recipes import recipes_in
+from longspan._models import (
+    AttentionLayer,
+    LocalAttention,
+    Parallelized,
+    parallelize,
+    set_up,
+    state_of,
+)
+from longspan._recipes import recipe_for, recipes_in
 from longspan._recipes.recipe import NotSharded
 from longspan._routers import ASKED, loss_of_routers
 from longspan._strategy import Strategy
 from longspan._tiles import STUMBLES, CannotTile, Tail, kept_numbers, tail_of, tile_loss
 from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
-from longspan._transformers import attention_layers, check_batch, first_position, has_loss
+from longspan._transformers import (
+    attention_layers,
+    check_batch,
+    first_position,
+    has_loss,
+    name_attention,
+)
 from longspan._twins import place_of
+from longspan._walking import walked
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
@@ -113,7 +127,6 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
     )
     modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-    set_up(model, state)
     chosen = [layer.name for layer in state.layers if layer.selects or layer.pools]
     hidden = {
         one.name: one.module
@@ -122,8 +135,11 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
     }
     try:
         model.eval()
+        set_up(model, state)
         with changes(hidden) as changed:
             shown = check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
+        state.put_back()
+        _check_masks(model, state.layers)
     finally:
         state.put_back()
         for module, training in modes:
@@ -136,6 +152,56 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
                 f"around it, or only look"
             )
     return shown
+
+
+def _check_masks(model: Any, layers: Sequence[AttentionLayer]) -> None:
+    """That layers are handed the masks that they say: ours come from what they say. With eager
+    attention they are handed some on every device."""
+    modules = dict(walked(model))
+    plain = [layer for layer in layers if recipe_for(modules[layer.name]) is None]
+    if not plain:
+        return
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, _: Any, in_order: Any, named: Any) -> None:
+        for value in (*in_order, *named.values()):
+            if isinstance(value, Tensor) and value.shape[-2:] == (TOKENS, TOKENS):
+                seen[name] = value
+
+    aside = Parallelized(Group.solo(), Strategy.of("ring"), "contiguous-rows", list(layers))
+    try:
+        name_attention(model, aside, "eager")
+        for layer in plain:
+            aside.look_before(modules[layer.name], functools.partial(keep, layer.name))
+        ids = _ids(model, TOKENS, 10).to(next(model.parameters()).device)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except Exception as error:
+        raise Refused(
+            f"{type(model).__name__} does not run with eager attention, so nobody sees the masks "
+            f"of its layers: {type(error).__name__}: {' '.join(str(error).split())}; pass "
+            f"proof=False to go without"
+        ) from error
+    finally:
+        aside.put_back()
+    for layer in plain:
+        mask = seen.get(layer.name)
+        if mask is not None and not _is_mask_of(layer, mask):
+            raise Refused(
+                f"'{layer.name}' ({type(modules[layer.name]).__name__}) is handed a mask of other "
+                f"tokens than it says itself, which over ranks it would not get; leave masks to "
+                f"the batch's documents, or pass proof=False to go without"
+            )
+
+
+def _is_mask_of(layer: AttentionLayer, mask: Tensor) -> bool:
+    """Of booleans, or of numbers that are added to scores."""
+    wanted = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=mask.device).tril()
+    if layer.window is not None:
+        wanted = wanted.triu(1 - layer.window)
+    if mask.dtype == torch.bool:
+        return bool((mask == wanted).all())
+    return bool(((mask == 0) == wanted).all() and (mask[..., ~wanted] < -1e4).all())
 
 
 def bypassed(twin: Any) -> frozenset[str]:

@@ -258,22 +258,11 @@ def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
 
 
 def redirect(model: torch.nn.Module, state: Parallelized) -> None:
-    """Gives the modules configurations of their own that name our function."""
+    """Has the modules call our function, and recipes change theirs."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, attention)
-    copies: dict[int, Any] = {}
-    ours: dict[int, Any] = {}
-    for _, module in beside_towers(model):
-        config = vars(module).get("config")
-        if not _is_config(config):
-            continue
-        if id(config) not in ours:
-            made: Any = copy.deepcopy(config, copies)
-            made._attn_implementation_internal = _NAME
-            ours[id(config)] = made
-            state.configs.append((config, made, vars(made).copy()))
-        state.replace(module, "config", ours[id(config)])
+    name_attention(model, state, _NAME)
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
@@ -285,6 +274,22 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
         if has_loss(part) and state.group.size() > 1:
             state.look_after(part, _look_at_logits)
         _routers.redirect(part, state)
+
+
+def name_attention(model: torch.nn.Module, state: Parallelized, name: str) -> None:
+    """Gives the modules configurations of their own that name an attention function."""
+    copies: dict[int, Any] = {}
+    ours: dict[int, Any] = {}
+    for _, module in beside_towers(model):
+        config = vars(module).get("config")
+        if not _is_config(config):
+            continue
+        if id(config) not in ours:
+            made: Any = copy.deepcopy(config, copies)
+            made._attn_implementation_internal = name
+            ours[id(config)] = made
+            state.configs.append((config, made, vars(made).copy()))
+        state.replace(module, "config", ours[id(config)])
 
 
 def _look_for_mask(

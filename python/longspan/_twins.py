@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from longspan._images import is_tower, without_towers
 from longspan._shrinking import depth, shrunk
@@ -187,6 +188,7 @@ def forward_of(module: nn.Module, kind: Any, *, root: bool = False) -> Any:
     own = vars(module).get("forward")
     if own is not None and _moves_only(module, own):
         own = vars(module)["_old_forward"]
+    own = _inside_torch(own)
     if own is None:
         return kind.forward
     function = getattr(own, "__func__", own)
@@ -196,6 +198,20 @@ def forward_of(module: nn.Module, kind: Any, *, root: bool = False) -> Any:
     ):
         return kind.forward
     return function
+
+
+def _inside_torch(function: Any) -> Any:
+    """What torch was asked to compile, to checkpoint or to call under some setting."""
+    while True:
+        if isinstance(function, functools.partial) and function.func is checkpoint:
+            function = function.args[0] if function.args else None
+        elif getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            inner = getattr(function, "__wrapped__", None)
+            if inner is None:
+                return function
+            function = inner
+        else:
+            return function
 
 
 def _moves_only(module: nn.Module, forward: Any) -> bool:

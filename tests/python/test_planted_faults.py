@@ -3,6 +3,7 @@ refused by a message that names the module where it was planted."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import longspan
 
@@ -18,6 +20,8 @@ pytest.importorskip("transformers")
 
 import transformers
 from oracle.tiny_decoders import WINDOW
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 
@@ -456,3 +460,101 @@ def test_a_forward_that_only_moves_tensors_is_no_other_attention() -> None:
     hooks.add_hook_to_module(model.get_submodule(MLP), Rolled(), append=True)
     with pytest.raises(NotImplementedError, match=rf"'{MLP}' \(LlamaMLP\) mixes tokens"):
         longspan.parallelize(model)
+
+
+# ---- Masks that somebody else makes.
+
+
+class _Prefix(llama.LlamaModel):
+    """Tokens of a prefix, as long as an attribute of its own says, see each other."""
+
+    prefix: int
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1])[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=position_ids,
+            or_mask_function=lambda b, h, q, k: k < self.prefix,
+        )
+        angles = self.rotary_emb(hidden, position_ids=position_ids)
+        options |= {"attention_mask": mask, "position_embeddings": angles}
+        for layer in self.layers:
+            hidden = layer(hidden, **options)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def _widens(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    """A hook that looks one token ahead where it is handed a mask."""
+    mask = named.get("attention_mask")
+    if isinstance(mask, Tensor):
+        named["attention_mask"] = mask.masked_fill(torch.ones_like(mask).tril(1).bool(), 0)
+    return given, named
+
+
+@pytest.mark.parametrize("what", ["a model", "a hook", "a hook of a layer"])
+def test_a_mask_that_attention_over_ranks_would_not_get_is_refused(what: str) -> None:
+    """transformers drops what it knows no mask for, and ours come from the layers."""
+    model = _model("llama")
+    if what == "a model":
+        _swapped("model", _Prefix, prefix=4)(model)
+    else:
+        place = ATTENTION if what == "a hook" else "model.layers.1"
+        model.get_submodule(place).register_forward_pre_hook(_widens, with_kwargs=True)
+    where = "model.layers.0.self_attn" if what == "a model" else ATTENTION
+    message = rf"'{where}' \(LlamaAttention\) is handed a mask of other tokens than it says itself"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+    assert model.model.layers[1].self_attn.config is model.config
+
+
+class _Louder(llama.LlamaDecoderLayer):
+    strength: float
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        return self.strength * super().forward(hidden_states, *args, **options)
+
+
+class _Around(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.layer(*args, **options)
+
+
+def _compiled(model: Any) -> None:
+    for module in (model.get_submodule(ATTENTION), model.model.layers[0]):
+        module.forward = torch.compile(module.forward, backend="eager")
+
+
+def _checkpointed(model: Any) -> None:
+    module = model.get_submodule(ATTENTION)
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _wrapped(model: Any) -> None:
+    model.model.layers[1] = _Around(model.model.layers[1])
+
+
+NEIGHBOURS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a layer": ("llama", _swapped("model.layers.1", _Louder, strength=1.5)),
+    "a layer with a window": ("mistral", _wrapped),
+    "a layer in another": ("llama", _wrapped),
+    "compiled forwards": ("llama", _compiled),
+    "checkpointed attention": ("llama", _checkpointed),
+}
+
+
+@pytest.mark.parametrize("what", NEIGHBOURS)
+def test_what_hands_masks_on_stays(what: str) -> None:
+    family, plant = NEIGHBOURS[what]
+    model = _model(family)
+    plant(model)
+    longspan.parallelize(model)
