@@ -18,7 +18,7 @@ from torch.nn.modules import module as of_all
 from longspan._walking import walked
 
 #: They wrap, cast, checkpoint and capture; what each does to tokens is known.
-_KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "longspan"})
+_KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "wandb", "longspan"})
 _NOISE = "transformers.integrations.neftune"
 
 
