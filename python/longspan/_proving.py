@@ -7,10 +7,12 @@ sees the rest. So everything else must treat tokens one by one, by their content
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ from longspan._transformers import (
     has_loss,
     name_attention,
 )
-from longspan._twins import place_of
+from longspan._twins import OwnRandomness, place_of
 from longspan._walking import walked
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
@@ -58,6 +60,10 @@ _TOLERANCE = 1e-5
 _SCANNED = 10
 #: Of gradients; eager attention of transformers has a float32 softmax.
 _GRADIENTS = 3e-4
+#: Ranks that are threads have one state of random numbers.
+_drawing = threading.Lock()
+#: Inside, random numbers are those of one seed.
+_Draws = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Refused(Exception):
@@ -112,7 +118,9 @@ def prove(twin: Any) -> tuple[list[str], str | None]:
     shown: list[str] = []
     try:
         shown += check_numbering(twin, first_position(twin))
-        shown += check_apart(_parallel(twin), _TOLERANCE)
+        apart = _parallel(twin)
+        shown += check_apart(apart, _TOLERANCE)
+        check_in_training(apart, _TOLERANCE, OwnRandomness)
         shown += check_ruler(twin)
     except Refused as error:
         return shown, str(error)
@@ -127,6 +135,7 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
     )
     modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    tolerance = max(_TOLERANCE, 4 * eps)
     chosen = [layer.name for layer in state.layers if layer.selects or layer.pools]
     hidden = {
         one.name: one.module
@@ -137,7 +146,10 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
         model.eval()
         set_up(model, state)
         with changes(hidden) as changed:
-            shown = check_apart(model, max(_TOLERANCE, 4 * eps), watched=True)
+            shown = check_apart(model, tolerance, watched=True)
+        with _buffers_kept(model):
+            check_in_training(model, tolerance, functools.partial(_seeded, model))
+        model.eval()
         state.put_back()
         _check_masks(model, state.layers)
     finally:
@@ -244,11 +256,7 @@ def check_apart(model: Any, tolerance: float, *, watched: bool = False) -> list[
     same = Pairing.same(TOKENS, tolerance)
     half = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))[: TOKENS // 2]
     for changed in (torch.tensor([TOKENS // 2]), half):
-        ids = base.ids.clone()
-        ids[0, changed] = torch.where(
-            other[0, changed] == ids[0, changed], ordinary_ids(model)[0], other[0, changed]
-        )
-        second = _apart(model, _Call(ids, base.positions))
+        second = _apart(model, _changed(model, base, other, changed))
         blame = first.blame(second, same, apart=True, spare=spare, watched=watched)
         if blame is not None:
             raise Refused(
@@ -270,19 +278,85 @@ def check_apart(model: Any, tolerance: float, *, watched: bool = False) -> list[
     return ["isolation", "order"]
 
 
+def _changed(model: Any, call: _Call, other: Tensor, tokens: Tensor) -> _Call:
+    """With other ids at some tokens."""
+    ids = call.ids.clone()
+    new = other[0, tokens]
+    ids[0, tokens] = torch.where(new == ids[0, tokens], ordinary_ids(model)[0], new)
+    return _Call(ids, call.positions)
+
+
+def check_in_training(model: Any, tolerance: float, draws: _Draws) -> None:
+    """*Isolation* of a model that was let in for evaluation, where its forward is another one in
+    training: norms of a batch, experts with a capacity. `draws` makes random numbers those of one
+    seed, so that dropout is the same in every run. Leaves the model in training."""
+    base, other = _Call.of(model, TOKENS, 1), _Call.of(model, TOKENS, 2).ids
+    same = Pairing.same(TOKENS, tolerance)
+    half = torch.arange(0, TOKENS, 2)
+    try:
+        calm = _apart(model, base).outside
+        model.train()
+        first = _apart(model, base, draws)
+        if guilty(calm, first.outside, same, apart=False) is None:
+            return
+        if guilty(first.outside, _apart(model, base, draws).outside, same, apart=False):
+            return  # draws that no seed repeats
+        second = _apart(model, _changed(model, base, other, half), draws)
+        blame = first.blame(second, same, apart=True)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    if blame is not None:
+        raise Refused(
+            f"{blame} mixes tokens outside attention in training: when {_tokens(half)} changed, "
+            f"its output moved at {_tokens(blame.tokens)} by {blame.by:.0e}; cutting the tokens "
+            f"would change it"
+        )
+
+
+@contextlib.contextmanager
+def _seeded(model: nn.Module) -> Iterator[None]:
+    """Random numbers of one seed, and afterwards those that would have come."""
+    device = next(model.parameters()).device
+    cuda = [device] if device.type == "cuda" else []
+    with _drawing, torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(16)
+        for one in cuda:
+            with torch.cuda.device(one):
+                torch.cuda.manual_seed(16)
+        yield
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What modules keep of the batches they train on is as before."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            if not buffer.equal(before):
+                buffer.copy_(before)
+
+
 class _Run:
     """A forward pass without gradients: from outside, or with every module watched. Each is
     done once, when it is asked for."""
 
-    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        given: Mapping[str, Any],
+        draws: _Draws = contextlib.nullcontext,
+    ) -> None:
         self._model = model
         self._given = given
+        self._draws = draws
 
     @functools.cached_property
     def outside(self) -> Trace:
         """The call of the whole model alone."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._draws():
                 out = self._model(**self._given)
         except Exception:
             self.inside  # noqa: B018  (raises, with the name of the module)
@@ -293,7 +367,7 @@ class _Run:
 
     @functools.cached_property
     def inside(self) -> Trace:
-        with torch.no_grad():
+        with torch.no_grad(), self._draws():
             return _traced(self._model, self._given)
 
     def blame(
@@ -312,7 +386,11 @@ class _Run:
         return guilty(self.inside, other.inside, pairing, apart=apart, spare=spare) or whole
 
 
-def _apart(model: Any, call: _Call) -> _Run:
+def _apart(
+    model: Any,
+    call: _Call,
+    draws: _Draws = contextlib.nullcontext,
+) -> _Run:
     """One forward pass in which every token is a document."""
     batch = {
         "input_ids": call.ids,
@@ -324,7 +402,7 @@ def _apart(model: Any, call: _Call) -> _Run:
     local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.sights)
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
-    return _Run(model, given)
+    return _Run(model, given, draws)
 
 
 def _share(model: Any, batch: Mapping[str, Any]) -> LocalBatch:

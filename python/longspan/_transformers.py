@@ -47,6 +47,15 @@ _MASKS_WITH_WINDOWS = ("create_sliding_window_causal_mask", "create_masks_for_ge
 _ROW_HEADS = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
+#: In training at the latest, as norms of a batch do.
+_MIXING = (
+    torch.nn.Conv1d,
+    torch.nn.Conv2d,
+    torch.nn.RNNBase,
+    torch.nn.modules.batchnorm._BatchNorm,
+)
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -123,11 +132,13 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     for name, module in every:
         if name.rpartition(".")[0] in carried:
             continue  # a recipe answers for it
-        if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)):
+        if isinstance(module, _MIXING):
             raise NotImplementedError(
                 f"parallelize: '{name}' ({type(module).__name__}) mixes tokens outside attention, "
                 f"which cutting the tokens would change"
             )
+        if isinstance(module, torch.nn.Embedding):
+            _check_table(name, module)
     layers = []
     for name, module in every:
         recipe = recipe_for(module)
@@ -467,6 +478,19 @@ def _check_adapters(model: torch.nn.Module) -> None:
             raise NotImplementedError(
                 f"parallelize: the adapter '{name}' is {what}, and a rank has a part of each; use "
                 f"LoRA (without alora_invocation_tokens) instead"
+            )
+
+
+def _check_table(name: str, table: torch.nn.Embedding) -> None:
+    """Of some options the ids of a whole batch matter, and a rank has its own."""
+    for option, what in (
+        ("scale_grad_by_freq", "divides gradients by how often an id is in the batch"),
+        ("max_norm", "writes the rows of the ids that it is given"),
+    ):
+        if getattr(table, option):
+            raise NotImplementedError(
+                f"parallelize: '{name}' ({type(table).__name__}) {what} ({option}), and a rank has "
+                f"other ids than the next; leave {option} out"
             )
 
 

@@ -312,7 +312,7 @@ def _built(kind: type, config: Any) -> Any:
     for one in _configs(config):
         one._attn_implementation_internal = _implementation(one)
         one._experts_implementation_internal = "eager"  # others take no float64
-    with _building, _OwnRandomness(), torch.no_grad():
+    with _building, OwnRandomness(), torch.no_grad():
         made = kind(config)
     return made.to(torch.float64).eval()
 
@@ -347,7 +347,7 @@ def _filled(twin: nn.Module) -> nn.Module:
     return twin
 
 
-class _OwnRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OwnRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random numbers in it are drawn from a generator of its own: those of the process,
     and of other threads, stay as they are."""
 

@@ -271,34 +271,6 @@ def embedded_by(embeddings: nn.Module) -> Any:
     return model
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_embeddings_of_somebody_else_are_tried_with_every_id(training: bool) -> None:
-    model = embedded_by(_Doubled(5000, 32)).train(training)
-    longspan.parallelize(model)
-    assert model.model.embed_tokens.training == training
-    mixing = embedded_by(_Parts(5000, 32))
-    before = everything(mixing)
-    message = (
-        r"parallelize: 'model.embed_tokens' \(_Parts\) looks at other tokens: .*; make the "
-        r"embeddings of the whole batch before `shard` and give them as `inputs_embeds`"
-    )
-    with pytest.raises(NotImplementedError, match=message):
-        longspan.parallelize(mixing)
-    check_same(before, everything(mixing))
-    assert "(_Parts) looks at other tokens" in str(prove(mixing))
-    longspan.parallelize(mixing, proof=False)
-
-
-def test_embeddings_that_are_no_table_are_refused() -> None:
-    message = r"'model.embed_tokens' \(_Pairs\) embeds tokens and has no table of ids"
-    with pytest.raises(NotImplementedError, match=message):
-        longspan.parallelize(embedded_by(_Pairs(32)))
-    with torch.device("meta"):
-        unborn = embedded_by(_Doubled(5000, 32))
-    with pytest.raises(NotImplementedError, match=r"\(_Doubled\) .*on the meta device"):
-        longspan.parallelize(unborn)
-
-
 def test_adapters_are_known() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
@@ -342,6 +314,102 @@ def test_what_is_around_a_model_of_transformers() -> None:
     longspan.restore(dealing).device_ids = [0, 1]
     with pytest.raises(NotImplementedError, match=r"\(DataParallel\) deals the rows of a rank's"):
         longspan.parallelize(dealing)
+
+
+# ---- What is another forward in training.
+
+
+class _Centered(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc]
+    """Takes the mean of its tokens off where it learns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        return found - found.mean(1, keepdim=True) if self.training else found
+
+
+class _Counting(nn.Module):
+    """Drops, and keeps the size of what it was trained on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("size", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.size += x.detach().abs().mean()
+        found: torch.Tensor = nn.functional.dropout(self.inner(x), 0.5, self.training)
+        return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["its twin has it", "nobody's twin"])
+def test_modules_that_mix_in_training_alone_are_named(wrapped: bool) -> None:
+    model = fresh()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = _Centered
+        if wrapped:
+            layer.mlp = nn.Sequential(layer.mlp)
+    message = r"'model.layers.0.mlp(.0)?' \(_Centered\) mixes tokens outside attention in training"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+
+
+def test_what_drops_and_counts_in_training_is_let_in_as_it_was() -> None:
+    model = fresh(attention_dropout=0.0).train()
+    for layer in model.model.layers:
+        layer.mlp = _Counting(layer.mlp)
+    before, random = everything(model), torch.get_rng_state()
+    longspan.restore(longspan.parallelize(model))
+    check_same(before, everything(model))
+    assert torch.get_rng_state().equal(random)
+    assert all(layer.mlp.size == 0 for layer in model.model.layers)
+
+
+def test_norms_of_a_batch_are_refused() -> None:
+    model = fresh()
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.BatchNorm1d(48))
+    with pytest.raises(NotImplementedError, match=r"mlp.1' \(BatchNorm1d\) mixes tokens outside"):
+        longspan.parallelize(model)
+
+
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "max_norm"])
+def test_tables_that_go_by_the_ids_of_a_batch_are_refused(option: str) -> None:
+    model = fresh()
+    setattr(model.model.embed_tokens, option, 1.0)
+    message = rf"'model.embed_tokens' \(Embedding\) .* \({option}\), and a rank has other ids"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+
+
+# ---- Input embeddings that somebody wrote.
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_embeddings_of_somebody_else_are_tried_with_every_id(training: bool) -> None:
+    model = embedded_by(_Doubled(5000, 32)).train(training)
+    longspan.parallelize(model)
+    assert model.model.embed_tokens.training == training
+    mixing = embedded_by(_Parts(5000, 32))
+    before = everything(mixing)
+    message = (
+        r"parallelize: 'model.embed_tokens' \(_Parts\) looks at other tokens: .*; make the "
+        r"embeddings of the whole batch before `shard` and give them as `inputs_embeds`"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(mixing)
+    check_same(before, everything(mixing))
+    assert "(_Parts) looks at other tokens" in str(prove(mixing))
+    longspan.parallelize(mixing, proof=False)
+
+
+def test_embeddings_that_are_no_table_are_refused() -> None:
+    message = r"'model.embed_tokens' \(_Pairs\) embeds tokens and has no table of ids"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(embedded_by(_Pairs(32)))
+    with torch.device("meta"):
+        unborn = embedded_by(_Doubled(5000, 32))
+    with pytest.raises(NotImplementedError, match=r"\(_Doubled\) .*on the meta device"):
+        longspan.parallelize(unborn)
 
 
 # ---- What cannot be twinned.
