@@ -122,6 +122,7 @@ def prove(twin: Any) -> tuple[list[str], str | None]:
         shown += check_apart(apart, _TOLERANCE)
         check_in_training(apart, _TOLERANCE, OwnRandomness)
         shown += check_ruler(twin)
+        check_sums(apart)  # it names no module, as the others do
     except Refused as error:
         return shown, str(error)
     return shown, None
@@ -313,6 +314,48 @@ def check_in_training(model: Any, tolerance: float, draws: _Draws) -> None:
         )
 
 
+def check_sums(twin: Any) -> None:
+    """Gradients of tokens that have nothing to do with each other add up, in training too: a loss
+    that a module adds in backward, of its experts say, is no sum. For a parallelized twin, which
+    is left in training."""
+    cut = TOKENS // 3
+    every, parts = slice(None), (slice(0, cut), slice(cut, None))
+    ids = _ids(twin, TOKENS, 9)
+    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
+
+    def rows(part: slice, seed: int = 16) -> Tensor:
+        given = _given(twin, _Call(ids[:, part], positions[:, part]))
+        if getattr(twin.config, ASKED, False):
+            given[ASKED] = False
+        with OwnRandomness(seed):
+            return _rows(twin, twin(**given))[0]
+
+    def gradients(part: slice) -> dict[str, Tensor]:
+        targets = ids[0].roll(1)[part]
+        _loss(rows(part), targets, TOKENS).backward()  # type: ignore[no-untyped-call]
+        return _gradients(twin)
+
+    try:
+        twin.train().zero_grad()
+        if not rows(every).detach().equal(rows(every, 17).detach()):
+            return  # draws, which depend on how many tokens there are
+        whole, (first, second) = gradients(every), map(gradients, parts)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
+    summed = {
+        name: first.get(name, torch.zeros(())) + second.get(name, torch.zeros(()))
+        for name in first.keys() | second.keys()
+    }
+    off = _off(whole, summed, _SCANNED if scans else 1)
+    if off is not None:
+        raise Refused(
+            f"'{off[0]}' gets another gradient in training from tokens together than from each of "
+            f"them, by {off[1]:.0e}, so something adds to it in backward that is no sum over "
+            f"tokens; ranks have some of the tokens each"
+        )
+
+
 @contextlib.contextmanager
 def _seeded(model: nn.Module) -> Iterator[None]:
     """Random numbers of one seed, and afterwards those that would have come."""
@@ -392,6 +435,11 @@ def _apart(
     draws: _Draws = contextlib.nullcontext,
 ) -> _Run:
     """One forward pass in which every token is a document."""
+    return _Run(model, _given(model, call), draws)
+
+
+def _given(model: Any, call: _Call) -> dict[str, Any]:
+    """What the model is called with for that."""
     batch = {
         "input_ids": call.ids,
         "position_ids": call.positions,
@@ -401,8 +449,7 @@ def _apart(
     state = state_of("parallelize", model)
     local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.sights)
     device = next(model.parameters()).device
-    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
-    return _Run(model, given, draws)
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
 
 
 def _share(model: Any, batch: Mapping[str, Any]) -> LocalBatch:
@@ -649,20 +696,29 @@ def _compare(
             f"the model counts another loss {where} than its logits have: {ours.said:.4g} and not "
             f"{plain.loss:.4g}; it may not hand shift_labels and num_items_in_batch on"
         )
-    largest = max((float(g.abs().max()) for g in plain.gradients.values()), default=1.0)
-    wrong = {}
-    for key, gradient in plain.gradients.items():
-        other = ours.gradients.get(key, torch.zeros_like(gradient))
+    off_there = _off(plain.gradients, ours.gradients, rounding)
+    if off_there is not None:
+        nearest, error = off_there
+        raise Refused(
+            f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
+        )
+
+
+def _off(
+    true: Mapping[str, Tensor], ours: Mapping[str, Tensor], rounding: float
+) -> tuple[str, float] | None:
+    """The parameter whose gradient is another, and by how much: the last, for gradients come
+    from the end."""
+    largest = max((float(g.abs().max()) for g in true.values()), default=1.0)
+    wrong = None
+    for key, gradient in true.items():
+        other = ours.get(key, torch.zeros_like(gradient))
         # Of gradients that cancel out nothing but rounding is left.
         least = max(float(gradient.abs().max()), 1e-4 * largest)
         error = float((other - gradient).abs().max()) / least
         if not error <= rounding * _GRADIENTS:
-            wrong[key] = error
-    if wrong:
-        nearest, error = list(wrong.items())[-1]  # gradients come from the end
-        raise Refused(
-            f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
-        )
+            wrong = key, error
+    return wrong
 
 
 # ---- The loss in tiles.

@@ -351,9 +351,9 @@ class OwnRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random numbers in it are drawn from a generator of its own: those of the process,
     and of other threads, stay as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 16) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = torch.Generator().manual_seed(16)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -365,6 +365,36 @@ def test_what_drops_and_counts_in_training_is_let_in_as_it_was() -> None:
     assert all(layer.mlp.size == 0 for layer in model.model.layers)
 
 
+class _Added(torch.autograd.Function):
+    """A loss that is there in backward alone, as some experts balance themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, gradient.new_ones(())
+
+
+class _Balanced(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        if not self.training:
+            return found
+        loss = self.gate_proj(x).softmax(-1).flatten(0, 1).mean(0).square().sum()
+        return _Added.apply(found, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_losses_that_modules_add_in_backward_are_noticed() -> None:
+    model = fresh()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = _Balanced
+    message = r"'model.layers.1.\S+' gets another gradient in training from tokens together than"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+
+
 def test_norms_of_a_batch_are_refused() -> None:
     model = fresh()
     model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.BatchNorm1d(48))
