@@ -121,6 +121,7 @@ def prove(twin: Any) -> tuple[list[str], str | None]:
         apart = _parallel(twin)
         shown += check_apart(apart, _TOLERANCE)
         check_in_training(apart, _TOLERANCE, OwnRandomness)
+        check_states(apart, _TOLERANCE, OwnRandomness)
         shown += check_ruler(twin)
         check_sums(apart)  # it names no module, as the others do
     except Refused as error:
@@ -148,8 +149,10 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
         set_up(model, state)
         with changes(hidden) as changed:
             shown = check_apart(model, tolerance, watched=True)
+        draws = functools.partial(_seeded, model)
         with _buffers_kept(model):
-            check_in_training(model, tolerance, functools.partial(_seeded, model))
+            check_in_training(model, tolerance, draws)
+        check_states(model, tolerance, draws)
         model.eval()
         state.put_back()
         _check_masks(model, state.layers)
@@ -314,6 +317,31 @@ def check_in_training(model: Any, tolerance: float, draws: _Draws) -> None:
         )
 
 
+def check_states(model: Any, tolerance: float, draws: _Draws) -> None:
+    """What a model keeps of the tokens it was trained on, in buffers, changes no later answer:
+    ranks see other tokens, and would part. Leaves the model in evaluation."""
+    base, other = _Call.of(model, TOKENS, 1), _Call.of(model, TOKENS, 2)
+
+    def trained_on(call: _Call) -> tuple[dict[str, Tensor], Trace]:
+        with _buffers_kept(model):
+            model.train()
+            _ = _apart(model, call, draws).outside
+            model.eval()
+            kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            return kept, _apart(model, base).outside
+
+    try:
+        (ones, first), (others, second) = trained_on(base), trained_on(other)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    moved = [name for name, buffer in ones.items() if not buffer.equal(others[name])]
+    if moved and guilty(first, second, Pairing.same(TOKENS, tolerance), apart=False):
+        raise Refused(
+            f"'{moved[0]}' keeps in training what the tokens of a call were like, and answers "
+            f"depend on it; ranks see other tokens each, and would come to differ"
+        )
+
+
 def check_sums(twin: Any) -> None:
     """Gradients of tokens that have nothing to do with each other add up, in training too: a loss
     that a module adds in backward, of its experts say, is no sum. For a parallelized twin, which
@@ -372,13 +400,19 @@ def _seeded(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """What modules keep of the batches they train on is as before."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    kept = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
-        for buffer, before in kept:
+        for buffers, name, buffer, before in kept:
             if not buffer.equal(before):
                 buffer.copy_(before)
+            buffers[name] = buffer  # others are put in its place, too
 
 
 class _Run:

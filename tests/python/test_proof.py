@@ -328,16 +328,18 @@ class _Centered(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ign
 
 
 class _Counting(nn.Module):
-    """Drops, and keeps the size of what it was trained on."""
+    """Drops, and keeps something of what it was trained on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
         self.register_buffer("size", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.size += x.detach().abs().mean()
+            self.last = x.detach()[0, 0].sum()
+            self.size += self.last
         found: torch.Tensor = nn.functional.dropout(self.inner(x), 0.5, self.training)
         return found
 
@@ -363,6 +365,25 @@ def test_what_drops_and_counts_in_training_is_let_in_as_it_was() -> None:
     check_same(before, everything(model))
     assert torch.get_rng_state().equal(random)
     assert all(layer.mlp.size == 0 for layer in model.model.layers)
+
+
+class _Remembering(_Counting):
+    """And goes by that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.size.sigmoid()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_states_that_come_of_the_tokens_of_a_call_are_refused(training: bool) -> None:
+    model = fresh().train(training)
+    for layer in model.model.layers:
+        layer.mlp = _Remembering(layer.mlp)
+    before = everything(model)
+    message = r"'model.layers.0.mlp.size' keeps in training what the tokens of a call were like"
+    with pytest.raises(NotImplementedError, match=message):
+        longspan.parallelize(model)
+    check_same(before, everything(model))
 
 
 class _Added(torch.autograd.Function):
