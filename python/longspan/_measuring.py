@@ -20,7 +20,7 @@ from longspan._gradients import sum_gradients
 from longspan._group import Group, run_ranks
 from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._losses import total_loss
-from longspan._models import AUTO, parallelize
+from longspan._models import AUTO, parallelize, restore
 from longspan._parity import changed_inside, movement, outputs_of
 from longspan._proving import ordinary_ids
 from longspan._recipes import recipes_in
@@ -249,7 +249,9 @@ class Found:
 
 def over_ranks(model: Any, case: Case, wishes: Wishes, group: Group | None, truth: Truth) -> Found:
     if group is not None:
-        return _on_rank(model, case, wishes, truth, group)
+        found = _on_rank(model, case, wishes, truth, group)
+        restore(model)  # it is asked for more, as the plain model that it was
+        return found
     copies = [copy.deepcopy(model) for _ in range(wishes.ranks)]  # deepcopy is not for threads
 
     def body(mine: Group) -> Found:
