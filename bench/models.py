@@ -128,8 +128,11 @@ def memory_rows() -> list[Row]:
     """Forward of a small model on a long row; what each rank keeps."""
     ids = torch.randint(0, 256, (1, LONG), generator=torch.Generator().manual_seed(1))
 
+    # Made before the ranks are: as threads they have one state of random numbers.
+    models = [llama(**SMALL, num_key_value_heads=1) for _ in range(RANKS)]
+
     def body(group: Group) -> tuple[int, torch.Tensor]:
-        model = longspan.parallelize(llama(**SMALL, num_key_value_heads=1), group)
+        model = longspan.parallelize(models[group.rank()], group)
         local = longspan.shard({"input_ids": ids, "labels": ids}, group, model=model)
         kept = Kept(model)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
@@ -137,6 +140,7 @@ def memory_rows() -> list[Row]:
         return kept.bytes, loss.detach()
 
     whole, loss = body(Group())
+    models[0] = llama(**SMALL, num_key_value_heads=1)
     shares, losses = zip(*longspan.run_ranks(RANKS, body, timeout=600), strict=True)
     ratio = max(shares) * RANKS / whole
     return [

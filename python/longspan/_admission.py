@@ -225,9 +225,10 @@ def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
 
 def _guests_that_all_must_have(model: torch.nn.Module) -> str:
     """A call of a model whose parameters lie on all ranks is one of all ranks."""
-    if not any(is_sharded(p) for p in model.parameters()):
+    guests = guests_in(model)
+    if not guests or not any(is_sharded(p) for p in model.parameters()):
         return ""
-    return ", ".join(map(str, guests_in(model)))
+    return ", ".join(map(str, guests))
 
 
 def _compare(agreement: Agreement, names: str, configs: str, wish: Any, hooks: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-from longspan._walking import walked
+from longspan._walking import remembered, walked
 
 #: They wrap, cast, checkpoint and capture; what each does to tokens is known.
 _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "wandb", "longspan"})
@@ -41,6 +41,7 @@ class Guest:
         return f"the hook {_name(self.hook)} on {self.where}"
 
 
+@remembered
 def guests_in(model: nn.Module) -> list[Guest]:
     """The hooks around the calls of its modules that nobody knows."""
     found = [

@@ -82,8 +82,8 @@ def beside_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     towers = {
         child
         for _, module in every
-        if has_eyes(vars(module).get("config"))
-        for name, child in module._modules.items()
+        if "config" in (own := vars(module)) and has_eyes(own["config"])
+        for name, child in own["_modules"].items()
         if child is not None and is_tower(module, name)
     }
     return list(walked(model, towers)) if towers else every

@@ -265,8 +265,8 @@ def _routers(part: PreTrainedModel) -> list[_Router]:
     """The modules that record router logits, in the order of the model."""
     recorded: Any = None
     every = list(walked(part))
-    for _, module in every:
-        recorders = getattr(type(module), "_can_record_outputs", None) or {}
+    for kind in dict.fromkeys(type(module) for _, module in every):
+        recorders = getattr(kind, "_can_record_outputs", None) or {}
         recorded = recorded or recorders.get("router_logits")
     if recorded is None:
         return []

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ from longspan._settings import Settings
 from longspan._sources import sources_of
 from longspan._steps import MARK
 from longspan._twins import fingerprint, kinds_in, named_kinds
-from longspan._walking import walked
+from longspan._walking import remembered, walked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ def attention(
 
 def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     """The attention layers of a model, or an error that names what cannot be cut."""
-    found = list(_pretrained(model))
+    found = _pretrained(model)
     if not found:
         raise TypeError(
             f"parallelize: {type(model).__name__} holds no transformers model; for other models "
@@ -277,7 +277,7 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     for name, module, recipe in recipes_in(model):
         recipe.redirect(name, module, state)
         state.masks = tuple(dict.fromkeys(state.masks + recipe.masks))
-    parts = list(_pretrained(model))
+    parts = _pretrained(model)
     redirect_images(parts, state)
     _tiles.redirect(whole_models(model), state)
     for part in parts:
@@ -377,7 +377,7 @@ def check_batch(model: torch.nn.Module, batch: Any) -> None:
     """What the model would get wrong about this batch."""
     if isinstance(batch, Mapping):
         check_inputs("shard", batch)
-    parts = list(_pretrained(model))
+    parts = _pretrained(model)
     check_pictures("shard", parts, batch)
     check_groups("shard", type(model).__name__, [part.config for part in parts], batch)
     _routers.check_batch(model, parts, batch)
@@ -501,6 +501,8 @@ def _check_rotation(part: PreTrainedModel) -> None:
     # Modules go by what the configuration said when they were made.
     for name, module in beside_towers(part):
         kinds = vars(module).get("rope_type")
+        if kinds is None:
+            continue
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             _check_fixed(f"'{name}'", str(kind), "make the model with")
 
@@ -617,8 +619,7 @@ def _is_config(value: Any) -> bool:
     return value is not None and isinstance(value, _config_class())
 
 
-def _pretrained(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+@remembered
+def _pretrained(model: torch.nn.Module) -> list[PreTrainedModel]:
     kind = _pretrained_class()
-    for _, module in beside_towers(model):
-        if isinstance(module, kind):
-            yield module
+    return [module for _, module in beside_towers(model) if isinstance(module, kind)]
