@@ -15,8 +15,10 @@ struct Elsewhere {
 };
 constexpr auto kElsewhere = std::to_array<Elsewhere>({
     {"zigzag", "head-tail"},
+    {"zig-zag", "head-tail"},
     {"dual-chunk-swap", "head-tail"},
     {"zigzag-varlen", "per-document-head-tail"},
+    {"zig-zag-varlen", "per-document-head-tail"},
     {"contiguous", "contiguous-rows"},
     {"ring-attention", "ring"},
     {"p2p", "ring"},

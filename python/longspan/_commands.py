@@ -80,14 +80,13 @@ def add_word(
 
 def _meant(text: str, names: Sequence[str], asked: Callable[[str], Any] | None) -> str | None:
     small = text.lower()
-    for name in (text, small.replace("zig-zag", "zigzag").replace("zig_zag", "zigzag")):
-        try:
-            if asked is not None:
-                asked(as_text(name))
-        except ValueError as error:
-            found = re.search(r"; did you mean (.*)\?$", str(error))
-            if found is not None:
-                return found[1]
+    try:
+        if asked is not None:
+            asked(as_text(text))
+    except ValueError as error:
+        found = re.search(r"; did you mean (.*)\?$", str(error))
+        if found is not None:
+            return found[1]
     if _ELSEWHERE.get(small) in names:
         return _ELSEWHERE[small]
     return next(iter(difflib.get_close_matches(small, names, 1)), None)

@@ -18,6 +18,8 @@ constexpr std::array<std::string_view, 3> kKeys{"input_ids", "labels",
 TEST(NearestName, KnowsNamesElsewhere) {
   EXPECT_EQ(nearest_name("zigzag", kLayouts), "head-tail");
   EXPECT_EQ(nearest_name("ZigZag_varlen", kLayouts), "per-document-head-tail");
+  EXPECT_EQ(nearest_name("zig-zag", kLayouts), "head-tail");
+  EXPECT_EQ(nearest_name("Zig_Zag_varlen", kLayouts), "per-document-head-tail");
   EXPECT_EQ(nearest_name("ulysses", kStrategies), "head_parallel");
   EXPECT_EQ(nearest_name("a2a+p2p", kStrategies), "head_parallel_ring");
   EXPECT_EQ(nearest_name("All-Gather", kStrategies), "gathered");
