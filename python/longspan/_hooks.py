@@ -38,7 +38,7 @@ class Guest:
         return f"'{self.name}' ({kind})" if self.name else kind
 
     def __str__(self) -> str:
-        return f"the hook {_name(self.hook)} on {self.where}"
+        return f"the hook {name_of(self.hook)} on {self.where}"
 
 
 @remembered
@@ -73,7 +73,7 @@ def newcomer(now: Iterable[Guest], before: Iterable[Guest]) -> Guest | None:
 
 def adds_noise(guest: Guest) -> bool:
     """NEFTune's noise is as large as the number of tokens at hand says, in training only."""
-    return _home(guest.hook) == _NOISE
+    return home_of(guest.hook) == _NOISE
 
 
 @contextlib.contextmanager
@@ -115,17 +115,17 @@ def _versions(value: Any) -> list[Any]:
 
 
 def _is_known(hook: Any) -> bool:
-    home = _home(hook)
+    home = home_of(hook)
     return home.partition(".")[0] in _KNOWN and home != _NOISE
 
 
-def _home(hook: Any) -> str:
+def home_of(hook: Any) -> str:
     """The module of Python that its code is from."""
     function = _bare(hook)
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def _name(hook: Any) -> str:
+def name_of(hook: Any) -> str:
     function = _bare(hook)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 

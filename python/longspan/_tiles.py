@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan._arguments import check_whole, is_whole, wrong
 from longspan._cross_entropy import linear_cross_entropy
-from longspan._hooks import guests_of
+from longspan._hooks import guests_of, home_of, name_of
 from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention, Parallelized
 from longspan._twins import kind_of
@@ -162,9 +162,8 @@ def _hook_on(head: nn.Module) -> Any:
     layer see what they always do, and fully_shard's own do without."""
     for hooks in (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks):
         for hook in hooks.values():
-            function = getattr(hook, "func", hook)  # a partial is from functools
-            if not str(getattr(function, "__module__", "")).startswith("torch.distributed."):
-                return function
+            if not home_of(hook).startswith("torch.distributed."):
+                return hook
     return None
 
 
@@ -270,7 +269,7 @@ class TiledLoss:
         if hook is None:
             return self.tail.other(self.part)
         name = next((n for n, one in self.part.named_modules() if one is self.head), "the head")
-        return f"'{name}' has the hook {getattr(hook, '__qualname__', type(hook).__name__)} now"
+        return f"'{name}' has the hook {name_of(hook)} now"
 
     def wants(self, options: dict[str, Any]) -> bool:
         """Whether a call is for its loss alone, and worth it."""
