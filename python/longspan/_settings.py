@@ -60,9 +60,9 @@ class Settings:
         ]
 
     def changed(self) -> str | None:
-        """What is another now, before and after, such as "`sliding_window` of its MistralConfig
-        was 5 when the model was parallelized and is 3 now"."""
-        return self.other_attention() or self._other_config() or self._other_module()
+        """What else is another now, before and after, such as "`sliding_window` of its
+        MistralConfig was 5 when the model was parallelized and is 3 now"."""
+        return self._other_config() or self._other_module()
 
     def other_attention(self) -> str | None:
         """Where layers would look up another attention function than ours."""

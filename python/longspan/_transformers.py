@@ -241,20 +241,19 @@ def check_settings(who: str, state: Parallelized) -> None:
 
 def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
     """That a model still consists of what was let in."""
-    again = _AGAIN
     check_settings("shard", state)
     guest = newcomer(guests_in(model), state.guests)
     if guest is not None:
         raise ValueError(
             f"shard: {guest} came after the model was parallelized, and nobody has looked at what "
-            f"it does to tokens; put it there before, or {again}"
+            f"it does to tokens; put it there before, or {_AGAIN}"
         )
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
             if (changed := sources.changed()) is not None:
                 raise ValueError(
                     f"shard: {changed}, which {type(part).__name__} runs, is another than when the "
-                    f"model was parallelized, and nobody has looked at it; {again}"
+                    f"model was parallelized, and nobody has looked at it; {_AGAIN}"
                 )
             continue
         now = named_kinds(part)
@@ -264,7 +263,7 @@ def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
         what = now.get(name, "gone")
         raise ValueError(
             f"shard: '{name}' of {type(part).__name__} was {kinds.get(name, 'not there')} when the "
-            f"model was parallelized and is {what} now, which nobody has looked at; {again}"
+            f"model was parallelized and is {what} now, which nobody has looked at; {_AGAIN}"
         )
 
 
