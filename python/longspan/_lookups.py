@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan._twins import kind_of, looked_through
-from longspan._walking import walked
+from longspan._walking import modes_kept, walked
 from longspan._wrappings import is_fully_sharded, is_sharded
 
 #: Packages whose embeddings are tables; others nobody has looked at.
@@ -75,7 +75,8 @@ def _looks_around(part: nn.Module, table: nn.Module, size: int) -> str | None:
     """In words, where the rows of ids differ between calls with other ids around them."""
     device = next(table.parameters()).device
     every = torch.randperm(size, generator=torch.Generator().manual_seed(16)).to(device)
-    with _whole(part, table), _in_eval(table):
+    with _whole(part, table), modes_kept(table):
+        table.eval()
         for ids in torch.split(every, _IDS):
             rows = _rows(table, ids)
             if rows is None:
@@ -123,14 +124,3 @@ def _whole(part: nn.Module, table: nn.Module) -> Iterator[None]:
     finally:
         if holder is not None:
             holder.reshard()
-
-
-@contextlib.contextmanager
-def _in_eval(table: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in table.modules()]
-    table.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

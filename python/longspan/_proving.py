@@ -46,7 +46,7 @@ from longspan._transformers import (
     name_attention,
 )
 from longspan._twins import OwnRandomness, place_of
-from longspan._walking import walked
+from longspan._walking import modes_kept, walked
 
 #: Tokens of a call. A prime: no other axis of a model is as long.
 TOKENS = 37
@@ -135,7 +135,6 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
     state = Parallelized(
         Group.solo(), Strategy.of("ring"), "contiguous-rows", attention_layers(model)
     )
-    modes = [(module, module.training) for module in model.modules()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     tolerance = max(_TOLERANCE, 4 * eps)
     chosen = [layer.name for layer in state.layers if layer.selects or layer.pools]
@@ -144,22 +143,21 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
         for one in guests
         if one.module is not None and any(one.name.startswith(name + ".") for name in chosen)
     }
-    try:
-        model.eval()
-        set_up(model, state)
-        with changes(hidden) as changed:
-            shown = check_apart(model, tolerance, watched=True)
-        draws = functools.partial(_seeded, model)
-        with _buffers_kept(model):
-            check_in_training(model, tolerance, draws)
-        check_states(model, tolerance, draws)
-        model.eval()
-        state.put_back()
-        _check_masks(model, state.layers)
-    finally:
-        state.put_back()
-        for module, training in modes:
-            module.training = training
+    with modes_kept(model):
+        try:
+            model.eval()
+            set_up(model, state)
+            with changes(hidden) as changed:
+                shown = check_apart(model, tolerance, watched=True)
+            draws = functools.partial(_seeded, model)
+            with _buffers_kept(model):
+                check_in_training(model, tolerance, draws)
+            check_states(model, tolerance, draws)
+            model.eval()
+            state.put_back()
+            _check_masks(model, state.layers)
+        finally:
+            state.put_back()
     for one in guests:
         if one.name in changed:
             raise Refused(
@@ -322,20 +320,34 @@ def check_states(model: Any, tolerance: float, draws: _Draws) -> None:
     ranks see other tokens, and would part. Leaves the model in evaluation."""
     base, other = _Call.of(model, TOKENS, 1), _Call.of(model, TOKENS, 2)
 
-    def trained_on(call: _Call) -> tuple[dict[str, Tensor], Trace]:
+    def train(call: _Call) -> None:
+        model.train()
+        _ = _apart(model, call, draws).outside
+        model.eval()
+
+    def kept_of(call: _Call) -> dict[str, Tensor]:
         with _buffers_kept(model):
-            model.train()
-            _ = _apart(model, call, draws).outside
-            model.eval()
-            kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            return kept, _apart(model, base).outside
+            train(call)
+            return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def answer_after(call: _Call) -> Trace:
+        with _buffers_kept(model):
+            train(call)
+            return _apart(model, base).outside
 
     try:
-        (ones, first), (others, second) = trained_on(base), trained_on(other)
+        ones, others = kept_of(base), kept_of(other)
+        moved = [
+            name
+            for name, buffer in ones.items()
+            if name not in others or not buffer.equal(others[name])
+        ]
+        if not moved:
+            return
+        first, second = answer_after(base), answer_after(other)
     except Exception:  # it does not train so: with a batch of its own, it will say why
         return
-    moved = [name for name, buffer in ones.items() if not buffer.equal(others[name])]
-    if moved and guilty(first, second, Pairing.same(TOKENS, tolerance), apart=False):
+    if guilty(first, second, Pairing.same(TOKENS, tolerance), apart=False):
         raise Refused(
             f"'{moved[0]}' keeps in training what the tokens of a call were like, and answers "
             f"depend on it; ranks see other tokens each, and would come to differ"

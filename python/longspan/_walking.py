@@ -31,6 +31,17 @@ def still(model: nn.Module) -> Iterator[None]:
         _still.inside, _still.answers = outside
 
 
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Its modules train afterwards where they did before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
     """For what follows from the modules of a model: looked for once while that is still."""
 
