@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,12 @@ from longspan._rulers import (
 from sweep.families import Family, made
 
 #: Of the largest value, in logits and in every gradient: norms, rotary tables and
-#: routers of many families are float32 inside, and the one scale of all hidden states of HY v4
-#: is off by 1.2e-5. What is wrong is off by 1e-2.
+#: routers of many families are float32 inside. What is off by more, but little, is computed
+#: again with float64 in their place, where rounding is next to nothing: the one scale of all
+#: hidden states of HY v4 is off by 1e-5 on one CPU and by 4e-5 on another, and then by 3e-13.
 TOLERANCE = 3e-5
+MAY_BE_ROUNDING = 1e-3
+TOLERANCE_IN_DOUBLE = 1e-9
 #: Sliding layers see five keys, and rows have two documents at least.
 CASES: dict[str, Case] = {
     "packed": packed([6, 8, 9], [21, 2]),
@@ -83,25 +86,39 @@ def _judged(family: Family) -> tuple[str, str]:
         return "crashed", _line(error)
     if _seen(model) != before:
         return "wrong", "another model after restore"
+    scans = any(recipe.carries for _, _, recipe in recipes_in(model))
+    # Scans are float32 throughout, which hides much.
+    word, why, error = _compared(model, AllDouble if scans else nullcontext, TOLERANCE)
+    if word == "wrong" and not scans and error <= MAY_BE_ROUNDING:
+        word, why, _ = _compared(model, AllDouble, TOLERANCE_IN_DOUBLE)
+    return word, why
+
+
+#: How a model computes.
+Computing = Callable[[], AbstractContextManager[Any]]
+
+
+def _compared(model: Any, computing: Computing, tolerance: float) -> tuple[str, str, float]:
+    """Over ranks against alone: the word, why, and the largest difference so far."""
     worst = 0.0
     for name, case in CASES.items():
         try:
-            with _computing(model):
+            with computing():
                 true = alone(model, case)
         except Exception as error:
-            return "not made", f"alone, {name}: {_line(error)}"
+            return "not made", f"alone, {name}: {_line(error)}", worst
         for ranks in RANKS:
             try:
-                ours = _over_ranks(model, case, ranks)
+                ours = _over_ranks(model, case, ranks, computing)
             except (NotImplementedError, TypeError, ValueError) as error:
-                return "late", f"{name}, {ranks} ranks: {_line(error)}"
+                return "late", f"{name}, {ranks} ranks: {_line(error)}", worst
             except Exception as error:
-                return "crashed", f"{name}, {ranks} ranks: {_line(error)}"
+                return "crashed", f"{name}, {ranks} ranks: {_line(error)}", worst
             where, error = worst_of(distances(ours, true))
             worst = max(worst, error)
-            if not error <= TOLERANCE:
-                return "wrong", f"{name}, {ranks} ranks: {where} by {error:.0e}"
-    return "right", f"{worst:.0e}"
+            if not error <= tolerance:
+                return "wrong", f"{name}, {ranks} ranks: {where} by {error:.0e}", error
+    return "right", f"{worst:.0e}", worst
 
 
 def _seen(model: Any) -> list[Any]:
@@ -121,19 +138,13 @@ def _line(error: Exception, kind: str | None = None) -> str:
     return text if kind is not None else f"{type(error).__name__}: {text}"
 
 
-def _computing(model: Any) -> AbstractContextManager[Any]:
-    """Scans are float32 throughout, which hides much; with those everything is float64."""
-    scans = any(recipe.carries for _, _, recipe in recipes_in(model))
-    return AllDouble() if scans else nullcontext()
-
-
-def _over_ranks(model: Any, case: Case, ranks: int) -> Answer:
+def _over_ranks(model: Any, case: Case, ranks: int, computing: Computing) -> Answer:
     copies = [copy.deepcopy(model) for _ in range(ranks)]  # deepcopy is not for threads
 
     def body(group: Group) -> tuple[float, Tensor, dict[str, Tensor]]:
         mine = longspan.parallelize(copies[group.rank()], group)
         local, wanted, count = share_of(mine, case, group)
-        with _computing(mine):
+        with computing():
             logits = mine(**local).logits
             loss = loss_of(logits, wanted, count)
             loss.backward()
