@@ -151,6 +151,7 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
                     f"understood"
                 )
             _check_window(name, module)
+            _check_softcap(name, module)
             made = _layer if recipe is None else recipe.layer
             assert made is not None
             layers.append(made(name, module))
@@ -565,6 +566,18 @@ def _check_window(name: str, module: Any) -> None:
             f"parallelize: `sliding_window` of '{name}' is {own}, and its {type(config).__name__} "
             f"says {said}: masks are made by the one and attention is called with the other; set "
             f"both to the same"
+        )
+
+
+def _check_softcap(name: str, module: Any) -> None:
+    """That the plain model has the softcap that we give its scores: SDPA takes none, and some
+    versions of transformers choose it all the same."""
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap and getattr(module.config, "_attn_implementation", None) == "sdpa":
+        raise ValueError(
+            f"parallelize: '{name}' has a softcap of {softcap:g}, which SDPA leaves out, and the "
+            f"model attends by SDPA; load it with attn_implementation='eager' to have the softcap "
+            f"on one rank too, or with attn_logit_softcapping=None to go without"
         )
 
 

@@ -395,6 +395,33 @@ def test_a_layer_with_another_window_than_its_configuration(window: int | None) 
     )
 
 
+def test_a_softcap_that_the_plain_model_leaves_out() -> None:
+    """Some versions of transformers choose SDPA for Gemma 2, which takes no softcap."""
+
+    def make(softcap: float | None = 2.0, attends: str = "sdpa") -> Any:
+        model = decoder("gemma2", attn_logit_softcapping=softcap)
+        model.config._attn_implementation = attends
+        return model
+
+    def logits(model: Any) -> torch.Tensor:
+        return model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
+
+    without = logits(make(None))
+    assert not torch.allclose(logits(make(attends="eager")), without)
+    try:
+        torch.testing.assert_close(logits(make()), without)
+    except ValueError as error:  # as newer versions say themselves
+        assert "softcap" in str(error)
+
+    assert told(make, ValueError) == (
+        "parallelize: 'model.layers.0.self_attn' has a softcap of 2, which SDPA leaves out, and "
+        "the model attends by SDPA; load it with attn_implementation='eager' to have the softcap "
+        "on one rank too, or with attn_logit_softcapping=None to go without"
+    )
+    longspan.restore(longspan.parallelize(make(None)))
+    longspan.restore(longspan.parallelize(make(attends="eager")))
+
+
 # ---- What two ranks are told alike of models themselves.
 
 
