@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 import threading
 import time
@@ -28,6 +29,7 @@ from longspan._twins import (
     fingerprint,
     forward_of,
     has_own_forwards,
+    is_of_tuner,
     kind_of,
     kinds_in,
     modules_of,
@@ -37,7 +39,7 @@ from longspan._twins import (
     strangers,
     unwrapped,
 )
-from longspan._walking import walked
+from longspan._walking import modules_in, of_classes, walked
 from longspan._wrappings import is_sharded
 
 SKIPPED = "not proved (proof=False)"
@@ -167,12 +169,13 @@ def admit(model: torch.nn.Module, ranks: Group, wish: Any, agreement: Agreement)
         check_guests(model, found)
     if isinstance(wish, torch.nn.Module):
         check_twin("parallelize", "proof", wish, found)
-    twins = [] if wish is False else [(part, known_of(part, wish)) for part in found]
+    configs = [_settings(part.config) for part in found]
+    every = zip(found, configs, strict=True)
+    twins = [] if wish is False else [(part, known_of(part, wish, said)) for part, said in every]
     for _, known in twins if ranks.rank() == 0 else ():
         refusal = proof_of(known).refusal
         if refusal is not None:
             raise NotImplementedError(f"parallelize: {refusal}")
-    configs = repr([_settings(part.config) for part in found])
     _compare(agreement, names, configs, wish, _guests_that_all_must_have(model))
     if wish is False:
         return Admitted(SKIPPED)
@@ -231,7 +234,9 @@ def _guests_that_all_must_have(model: torch.nn.Module) -> str:
     return ", ".join(map(str, guests))
 
 
-def _compare(agreement: Agreement, names: str, configs: str, wish: Any, hooks: str) -> None:
+def _compare(
+    agreement: Agreement, names: str, configs: Sequence[str], wish: Any, hooks: str
+) -> None:
     fields = {"model": names, "configuration": configs, "proof": wish is not False, "hooks": hooks}
     try:
         agreement.compare(fields)
@@ -250,7 +255,7 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
     torch and peft do; others nobody has looked at."""
     if list(found) == [model]:
         return
-    inside = {id(module) for part in found for _, module in walked(part)}
+    inside = {id(module) for part in found for module in modules_in(part)}
     for name, module in walked(model):
         if id(module) in inside:
             continue
@@ -272,7 +277,7 @@ def check_wrappers(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> 
 
 def check_adapters(model: torch.nn.Module) -> None:
     """That adapters of peft are of kinds that take tokens one by one."""
-    for name, module in walked(model):
+    for name, module in of_classes(model, is_of_tuner):
         tuner = strange_tuner(module)
         if tuner is not None:
             raise NotImplementedError(
@@ -283,14 +288,17 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 def check_guests(model: torch.nn.Module, found: Sequence[torch.nn.Module]) -> None:
     """That every hook of a user can be looked at."""
+    guests = guests_in(model)
+    if not guests:
+        return
     seen = {id(module) for part in found for _, module in beside_towers(part)}
     held = kind_of(found[0]).__name__
-    for guest in guests_in(model):
+    for guest in guests:
         if adds_noise(guest):
             why = "adds noise as large as the length of a rank's share says; take it off"
         elif guest.module is None or id(guest.module) in seen:
             continue
-        elif any(guest.module is module for part in found for _, module in walked(part)):
+        elif any(guest.module is module for part in found for module in modules_in(part)):
             why = (
                 "would see the pictures of one rank alone, and nobody has looked at what it does "
                 "to them; take it off, or pass proof=False to go without"
@@ -392,16 +400,16 @@ def check_version() -> None:
         )
 
 
-def known_of(part: Any, wish: Any = "auto") -> Known:
-    """What is known about a model's classes, their code and its configuration; makes its twin
-    if need be."""
+def known_of(part: Any, wish: Any = "auto", settings: str | None = None) -> Known:
+    """What is known about a model's classes, their code and its configuration (`settings`, where
+    it was written already); makes its twin if need be."""
     if isinstance(wish, torch.nn.Module):
         twin = copy.deepcopy(wish).to(device="cpu", dtype=torch.float64).eval()
         return _known_by(part, twin)
     if has_own_forwards(part):
         # As a key of what is kept they would keep the model.
         return _made(part)
-    key = (_settings(part.config), fingerprint(part))
+    key = (settings or _settings(part.config), fingerprint(part))
     with _lock:
         known = _known.get(key)
         if known is None or known.sources.changed() is not None:
@@ -441,4 +449,4 @@ def proof_of(known: Known) -> Proof:
 
 def _settings(config: Any) -> str:
     """The configuration as text, without what parallelize itself sets."""
-    return str(config.to_json_string(use_diff=False))
+    return json.dumps(config.to_dict(), sort_keys=True)

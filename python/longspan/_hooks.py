@@ -51,7 +51,7 @@ def guests_in(model: nn.Module) -> list[Guest]:
         if not _is_known(hook)
     ]
     for name, module in walked(model):
-        own = vars(module)
+        own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             found += [Guest(name, module, hook) for hook in guests_of(module)]
     return found

@@ -18,7 +18,7 @@ from longspan import _C
 from longspan._arguments import said
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch
-from longspan._walking import remembered, walked
+from longspan._walking import Named, modules_in, remembered, walked
 from longspan.comm import exchange_needed
 
 
@@ -74,19 +74,41 @@ def is_tower(module: nn.Module, name: str) -> bool:
     return eyes is not None and name in eyes.towers
 
 
+def beside_towers(model: nn.Module, some: Iterable[Named] | None = None) -> Iterable[Named]:
+    """Every module once, by name, or those of `some`, but for towers and what is in them: those
+    see whole pictures, and no tokens that could be cut."""
+    every = walked(model) if some is None else some
+    hidden = _in_towers(model)
+    return [one for one in every if id(one[1]) not in hidden] if hidden else every
+
+
 @remembered
-def beside_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module once, by name, but for towers and what is in them: those see whole
-    pictures, and no tokens that could be cut."""
-    every = list(walked(model))
+def configured(model: nn.Module) -> list[Named]:
+    """Those of them that keep a configuration."""
+    return list(beside_towers(model, _configured(model)))
+
+
+@remembered
+def _configured(model: nn.Module) -> list[Named]:
+    return [one for one in walked(model) if "config" in one[1].__dict__]
+
+
+@remembered
+def _in_towers(model: nn.Module) -> set[int]:
+    """The numbers (id) of modules that are in towers alone."""
+    holders = [module for _, module in _configured(model)]
+    configs = {id(config): config for config in (vars(one)["config"] for one in holders)}
+    eyes = {number for number, config in configs.items() if has_eyes(config)}
     towers = {
         child
-        for _, module in every
-        if "config" in (own := vars(module)) and has_eyes(own["config"])
-        for name, child in own["_modules"].items()
+        for module in holders
+        if id(vars(module)["config"]) in eyes
+        for name, child in module._modules.items()
         if child is not None and is_tower(module, name)
     }
-    return list(walked(model, towers)) if towers else every
+    if not towers:
+        return set()
+    return {*map(id, modules_in(model))} - {id(module) for _, module in walked(model, towers)}
 
 
 def without_towers(config: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan._twins import kind_of, looked_through
-from longspan._walking import modes_kept, walked
+from longspan._walking import modes_kept, modules_in, walked
 from longspan._wrappings import is_fully_sharded, is_sharded
 
 #: Packages whose embeddings are tables; others nobody has looked at.
@@ -114,7 +114,7 @@ def _whole(part: nn.Module, table: nn.Module) -> Iterator[None]:
     """Its weights put together, where fully_shard spread them."""
     holder: Any = None
     if any(is_sharded(parameter) for parameter in table.parameters()):
-        holders = [module for _, module in walked(part) if is_fully_sharded(module)]
+        holders = [module for module in modules_in(part) if is_fully_sharded(module)]
         around = [one for one in holders if any(inner is table for inner in one.modules())]
         holder = min(around, key=lambda one: sum(1 for _ in one.modules()), default=None)
     if holder is not None:

@@ -33,7 +33,8 @@ from longspan._states import StatePlan
 from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
-from longspan._walking import still, walked
+from longspan._twins import Kinds
+from longspan._walking import modules_in, still
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -155,7 +156,7 @@ class Inventory(NamedTuple):
 
     part: torch.nn.Module
     fingerprint: tuple[Any, ...]
-    kinds: dict[str, str]  #: names for those who differ later
+    kinds: Kinds  #: names for those who differ later
     sources: Sources
 
 
@@ -547,14 +548,15 @@ def parallelize(
     with speaking_as("parallelize", "Strategy"):
         strategy = Strategy.of(strategy)
     check_layout("parallelize", layout, ranks.size())
-    if find_state(model) is not None:
-        raise ValueError(
-            "parallelize: this model is parallelized already; call longspan.restore(model) first"
-        )
-    check_wish(proof)
-    check_flags("parallelize", check_steps=check_steps)
-    tiles = Tiles.of(loss_tile, mlp_tile, offload)
     with still(model):
+        if find_state(model) is not None:
+            raise ValueError(
+                "parallelize: this model is parallelized already; call longspan.restore(model) "
+                "first"
+            )
+        check_wish(proof)
+        check_flags("parallelize", check_steps=check_steps)
+        tiles = Tiles.of(loss_tile, mlp_tile, offload)
         with Agreement("parallelize", ranks) as agreement:
             layers = _transformers.attention_layers(model)
             state = Parallelized(ranks, strategy, layout, layers)
@@ -622,12 +624,12 @@ def state_of(who: str, model: Any) -> Parallelized:
 
 def find_state(model: torch.nn.Module) -> Parallelized | None:
     """What `parallelize` noted about a model, or None."""
-    for _, module in walked(model):
-        state = vars(module).get(_MARK)
-        if state is not None:
-            assert isinstance(state, Parallelized)
-            return state
-    return None
+    state = vars(model).get(_MARK)
+    if state is None:  # it may be in a wrapper
+        marked = (module for module in modules_in(model) if _MARK in module.__dict__)
+        state = next((vars(module)[_MARK] for module in marked), None)
+    assert state is None or isinstance(state, Parallelized)
+    return state
 
 
 def check_layout(who: str, layout: Any, ranks: int) -> None:

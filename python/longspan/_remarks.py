@@ -50,8 +50,8 @@ def labels_are_shifted(ids: Tensor, labels: Tensor) -> bool | None:
     here, ahead, mine = labels[:, :-1], ids[:, 1:], ids[:, :-1]
     learned = here != _IGNORED
     told = (learned.sum(1) >= _ENOUGH) & (learned & (ahead != mine)).any(1)
-    shifted = ((here == ahead) | ~learned).all(1) & (learned & (here != mine)).any(1)
-    any_told, any_shifted = torch.stack([told.any(), (told & shifted).any()]).tolist()
+    shifted = told & ~(learned & (here != ahead)).any(1)
+    any_told, any_shifted = torch.stack([told, shifted]).any(1).tolist()
     return any_shifted if any_told else None
 
 

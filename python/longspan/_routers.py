@@ -23,7 +23,7 @@ from longspan._arguments import check_kind, said
 from longspan._group import Group
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._models import LocalAttention, Parallelized
-from longspan._walking import walked
+from longspan._walking import classes_in, walked
 from longspan.comm import all_gather_tokens
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class _Seen:
 
 def redirect(part: PreTrainedModel, state: Parallelized) -> None:
     """Lets a causal model with routers answer with losses of the whole batch."""
-    routers = _routers(part)
-    if not routers or not _makes_loss(part):
+    routers = _routers(part) if _makes_loss(part) else []
+    if not routers:
         return
     original = part.forward
 
@@ -195,8 +195,9 @@ def _check_gradients(name: str, part: nn.Module, seen: _Seen) -> None:
 def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) -> None:
     """What a batch asks of routers, and what cannot be answered."""
     asked = batch.get(ASKED)
+    noisy = model.training and _recorder(model) is not None
     for part in parts:
-        if model.training:
+        if noisy:
             check_jitter("shard", part)
         wanted = getattr(part.config, ASKED, False) if asked is None else asked
         if wanted and _makes_loss(part):
@@ -263,20 +264,22 @@ def _makes_loss(part: PreTrainedModel) -> bool:
 
 def _routers(part: PreTrainedModel) -> list[_Router]:
     """The modules that record router logits, in the order of the model."""
-    recorded: Any = None
-    every = list(walked(part))
-    for kind in dict.fromkeys(type(module) for _, module in every):
-        recorders = getattr(kind, "_can_record_outputs", None) or {}
-        recorded = recorded or recorders.get("router_logits")
+    recorded = _recorder(part)
     if recorded is None:
         return []
     found = []
-    for name, module in every:
+    for name, module in walked(part):
         for one in recorded if isinstance(recorded, list) else [recorded]:
             target: Any = getattr(one, "target_class", one)
             if isinstance(module, target) and (getattr(one, "layer_name", None) or "") in name:
                 found.append(_Router(module, getattr(one, "index", 0)))
     return found
+
+
+def _recorder(model: nn.Module) -> Any:
+    """Where its classes say that router logits are recorded; None where they have none."""
+    every = (getattr(kind, "_can_record_outputs", None) or {} for kind in classes_in(model))
+    return next((found for one in every if (found := one.get("router_logits"))), None)
 
 
 def router_modules(part: PreTrainedModel) -> list[nn.Module]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from longspan._walking import has
+
 _ABSENT = object()
 #: What trainers and users set and no answer over ranks depends on, or what is looked at with
 #: every batch.
@@ -95,7 +97,7 @@ class Settings:
 
 def _read_of(module: torch.nn.Module) -> dict[str, Any]:
     own = vars(module)
-    if hasattr(module, "is_causal"):
+    if has(module, "is_causal"):
         return {key: own.get(key, _ABSENT) for key in _OF_ATTENTION}
     kinds = copy.copy(own.get(_OF_ROTATION))  # some have one for each kind of layer
     return {} if kinds is None else {_OF_ROTATION: kinds}

@@ -21,19 +21,19 @@ from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
 from longspan._hooks import guests_in, newcomer
-from longspan._images import beside_towers, check_pictures, has_eyes
+from longspan._images import beside_towers, check_pictures, configured, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
 from longspan._model_inputs import check_divisor, check_inputs
 from longspan._models import AttentionLayer, Inventory, LocalAttention, Parallelized
 from longspan._recipes import recipe_for, recipes_in, selected_keys
-from longspan._recipes.recipe import check_no_dropout, not_sharded
+from longspan._recipes.recipe import Recipe, check_no_dropout, not_sharded
 from longspan._remarks import looks_again, remark_on_missing_count, remark_on_own_mean
 from longspan._settings import Settings
 from longspan._sources import sources_of
 from longspan._steps import MARK
-from longspan._twins import fingerprint, kinds_in, named_kinds
-from longspan._walking import remembered, walked
+from longspan._twins import fingerprint, in_words, kinds_in, named_kinds
+from longspan._walking import attribute, classes_in, has, modules_in, of_classes, remembered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,12 +124,12 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             f"call longspan.attend in place of their attention"
         )
     _check_adapters(model)
+    known = recipes_in(model)
     for part in found:
-        _check_model(part)
-        _check_rotation(part)
-    carried = [name for name, _, recipe in recipes_in(model) if recipe.carries]
-    every = beside_towers(model)
-    for name, module in every:
+        _check_model(part, recipes_in(part) if known else ())
+    _check_rotation(model, found)
+    carried = [name for name, _, recipe in known if recipe.carries]
+    for name, module in beside_towers(model, of_classes(model, _mixes_or_embeds)):
         if name.rpartition(".")[0] in carried:
             continue  # a recipe answers for it
         if isinstance(module, _MIXING):
@@ -137,10 +137,11 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
                 f"parallelize: '{name}' ({type(module).__name__}) mixes tokens outside attention, "
                 f"which cutting the tokens would change"
             )
-        if isinstance(module, torch.nn.Embedding):
-            _check_table(name, module)
+        assert isinstance(module, torch.nn.Embedding)
+        _check_table(name, module)
     layers = []
-    for name, module in every:
+    # What has no configuration only a recipe answers for.
+    for name, module in beside_towers(model) if known else configured(model):
         recipe = recipe_for(module)
         if recipe is not None and recipe.layer is not None and recipe.carries:
             layers.append(recipe.layer(name, module))
@@ -156,16 +157,18 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
             assert made is not None
             layers.append(made(name, module))
     if not layers:
-        raise _nothing_attends(model, every)
+        raise _nothing_attends(model)
     return layers
 
 
-def _nothing_attends(
-    model: torch.nn.Module, every: Sequence[tuple[str, torch.nn.Module]]
-) -> Exception:
+def _mixes_or_embeds(kind: type) -> bool:
+    return issubclass(kind, (*_MIXING, torch.nn.Embedding))
+
+
+def _nothing_attends(model: torch.nn.Module) -> Exception:
     """Why no layer of a model can be redirected."""
     out = "call longspan.attend in place of its attention"
-    for name, module in every:
+    for name, module in beside_towers(model):
         kind = type(module).__name__
         if "Attention" in kind:
             return NotImplementedError(
@@ -179,20 +182,25 @@ def _nothing_attends(
 def entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The object itself, and the transformers models and wrappers inside that
     callers may hold on to."""
-    kind = _pretrained_class()
+    kinds: Any = classes_in(model)
+    known = {kind for kind in kinds if _is_entrance(kind)}
+    # Those look elsewhere for what they do not have.
+    asked = {kind for kind in kinds if kind.__getattr__ is not torch.nn.Module.__getattr__}
     inside = [
         module
-        for _, module in walked(model)
-        if module is not model and (isinstance(module, kind) or _generates(module))
+        for module in modules_in(model)
+        if module is not model
+        and (
+            type(module) in known
+            or "generate" in module.__dict__
+            or (type(module) in asked and hasattr(module, "generate"))
+        )
     ]
     return [model, *inside]
 
 
-def _generates(module: torch.nn.Module) -> bool:
-    """As hasattr says, which takes long where modules look for what they do not have."""
-    if type(module).__getattr__ is torch.nn.Module.__getattr__:
-        return hasattr(type(module), "generate") or "generate" in vars(module)
-    return hasattr(module, "generate")
+def _is_entrance(kind: type) -> bool:
+    return issubclass(kind, _pretrained_class()) or hasattr(kind, "generate")
 
 
 def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:
@@ -204,7 +212,7 @@ def whole_models(model: torch.nn.Module) -> list[PreTrainedModel]:
     for part in _pretrained(model):
         if id(part) not in inside:
             found.append(part)
-            inside |= {id(module) for _, module in walked(part)}
+            inside.update(map(id, modules_in(part)))
     return found
 
 
@@ -225,7 +233,7 @@ def settings_of(model: torch.nn.Module, state: Parallelized) -> Settings:
     return Settings(
         ours.values(),
         [original for original, _, _ in state.configs],
-        [(name, m) for name, m in beside_towers(model) if id(vars(m).get("config")) in ours],
+        [(name, m) for name, m in configured(model) if id(vars(m)["config"]) in ours],
     )
 
 
@@ -257,13 +265,11 @@ def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
                     f"model was parallelized, and nobody has looked at it; {_AGAIN}"
                 )
             continue
-        now = named_kinds(part)
-        name = next(
-            (name for name in (*now, *kinds) if now.get(name) != kinds.get(name)), "the model"
-        )
+        was, now = in_words(kinds), in_words(named_kinds(part))
+        name = next((name for name in (*now, *was) if now.get(name) != was.get(name)), "the model")
         what = now.get(name, "gone")
         raise ValueError(
-            f"shard: '{name}' of {type(part).__name__} was {kinds.get(name, 'not there')} when the "
+            f"shard: '{name}' of {type(part).__name__} was {was.get(name, 'not there')} when the "
             f"model was parallelized and is {what} now, which nobody has looked at; {_AGAIN}"
         )
 
@@ -291,8 +297,8 @@ def name_attention(model: torch.nn.Module, state: Parallelized, name: str) -> No
     """Gives the modules configurations of their own that name an attention function."""
     copies: dict[int, Any] = {}
     ours: dict[int, Any] = {}
-    for _, module in beside_towers(model):
-        config = vars(module).get("config")
+    for _, module in configured(model):
+        config = vars(module)["config"]
         if not _is_config(config):
             continue
         if id(config) not in ours:
@@ -317,8 +323,7 @@ def _look_for_mask(
         if wants_ours:
             raise not_sharded(module)
         return
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    given = dict(zip(names, in_order, strict=False)) | arguments
+    given = _by_name(module, in_order) | arguments if in_order else arguments
     _check_no_mask(module, given.get("attention_mask"))
     check_inputs(type(module).__name__, given)
     if not torch.compiler.is_compiling():
@@ -331,6 +336,11 @@ def _look_for_mask(
         count = given.get("num_items_in_batch")
         if isinstance(count, torch.Tensor) and looks_again(state, "divisor"):
             check_divisor(type(module).__name__, count, on_device=True)
+
+
+def _by_name(module: torch.nn.Module, in_order: tuple[Any, ...]) -> dict[str, Any]:
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return dict(zip(names, in_order, strict=False))
 
 
 def check_every_layer(who: str, part: torch.nn.Module) -> None:
@@ -365,6 +375,8 @@ def _look_at_logits(
 
 
 def _check_no_mask(module: torch.nn.Module, mask: Any) -> None:
+    if mask is None:
+        return
     ours = mask.values() if isinstance(mask, dict) else (mask,)
     if not all(one is None or isinstance(one, LocalAttention) for one in ours):
         raise ValueError(
@@ -428,7 +440,9 @@ def _check_loss(part: PreTrainedModel) -> None:
         )
 
 
-def _check_model(part: PreTrainedModel) -> None:
+def _check_model(
+    part: PreTrainedModel, recipes: Sequence[tuple[str, torch.nn.Module, Recipe]]
+) -> None:
     name, config = type(part).__name__, part.config
     for head in _ROW_HEADS:
         if name.endswith(head):
@@ -444,8 +458,7 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"parallelize: {name} also reads images or sound ({tower}); give its text "
                 f"decoder, as in the ...ForCausalLM class of the family"
             )
-    recipes = [recipe for _, _, recipe in recipes_in(part)]
-    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for recipe in recipes))
+    known = set(_LAYER_KINDS).union(*(recipe.layer_kinds for _, _, recipe in recipes))
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in known:
             raise NotImplementedError(
@@ -453,7 +466,7 @@ def _check_model(part: PreTrainedModel) -> None:
                 f"{' and '.join(_LAYER_KINDS)}"
             )
     # Families with states do without this word, and the ruler sees how they attend.
-    by_name = any(recipe.carries for recipe in recipes)
+    by_name = any(recipe.carries for _, _, recipe in recipes)
     if not by_name and not getattr(part, "_supports_attention_backend", False):
         raise NotImplementedError(
             f"parallelize: {name} does not look its attention up by name "
@@ -464,8 +477,8 @@ def _check_model(part: PreTrainedModel) -> None:
 
 def _check_adapters(model: torch.nn.Module) -> None:
     """Of peft: those that want the whole row are not cut with it."""
-    for _, module in walked(model):
-        own = vars(module)
+    for module in modules_in(model):
+        own = module.__dict__
         adapters = own.get("peft_config") or own.get("_peft_config")
         for name, config in adapters.items() if isinstance(adapters, dict) else ():
             if getattr(config, "alora_invocation_tokens", None):
@@ -494,13 +507,14 @@ def _check_table(name: str, table: torch.nn.Embedding) -> None:
             )
 
 
-def _check_rotation(part: PreTrainedModel) -> None:
-    rope = getattr(part.config, "rope_parameters", None) or {}
-    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        _check_fixed(type(part).__name__, str(one.get("rope_type", "default")), "give it")
+def _check_rotation(model: torch.nn.Module, parts: Sequence[PreTrainedModel]) -> None:
+    for part in parts:
+        rope = getattr(part.config, "rope_parameters", None) or {}
+        for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            _check_fixed(type(part).__name__, str(one.get("rope_type", "default")), "give it")
     # Modules go by what the configuration said when they were made.
-    for name, module in beside_towers(part):
-        kinds = vars(module).get("rope_type")
+    for name, module in beside_towers(model):
+        kinds = module.__dict__.get("rope_type")
         if kinds is None:
             continue
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
@@ -517,21 +531,21 @@ def _check_fixed(who: str, kind: str, out: str) -> None:
 
 
 def _layer(name: str, module: Any) -> AttentionLayer:
-    config = module.config
+    config, window = module.config, _window(module)
     heads = int(config.num_attention_heads)
-    groups = int(getattr(module, "num_key_value_groups", 1))
-    head_dim = int(getattr(module, "head_dim", config.hidden_size // heads))
-    sinks = getattr(module, "sinks", None)
+    groups = int(attribute(module, "num_key_value_groups", 1))
+    known = has(module, "head_dim")
+    head_dim = int(module.head_dim if known else config.hidden_size // heads)
     return AttentionLayer(
         name=name,
         heads=heads,
         key_heads=heads // groups,
-        head_dim=int(getattr(module, "qk_head_dim", head_dim)),
-        value_dim=int(getattr(module, "v_head_dim", head_dim)),
-        window=_window(module),
-        softcap=getattr(module, "attn_logit_softcapping", None),
-        sink=isinstance(sinks, torch.Tensor),
-        groups=reach_of(config, _window(module)),
+        head_dim=int(attribute(module, "qk_head_dim", head_dim)),
+        value_dim=int(attribute(module, "v_head_dim", head_dim)),
+        window=window,
+        softcap=attribute(module, "attn_logit_softcapping"),
+        sink=isinstance(attribute(module, "sinks"), torch.Tensor),
+        groups=reach_of(config, window),
     )
 
 
@@ -594,7 +608,7 @@ def _builds_windows(kind: Any) -> bool:
 def first_position(model: torch.nn.Module) -> int:
     """The position of a document's first token: RoBERTa and its kin count from behind
     the padding index of their table of positions."""
-    for _, module in walked(model):
+    for module in modules_in(model):
         table = module._modules.get("position_embeddings")
         if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
             return table.padding_idx + 1
@@ -603,7 +617,7 @@ def first_position(model: torch.nn.Module) -> int:
 
 def is_attention(module: Any) -> bool:
     """Whether it is an attention layer of transformers."""
-    return _is_config(vars(module).get("config")) and hasattr(module, "is_causal")
+    return _is_config(vars(module).get("config")) and has(module, "is_causal")
 
 
 def is_redirected(module: Any) -> bool:
@@ -634,4 +648,5 @@ def _is_config(value: Any) -> bool:
 @remembered
 def _pretrained(model: torch.nn.Module) -> list[PreTrainedModel]:
     kind = _pretrained_class()
-    return [module for _, module in beside_towers(model) if isinstance(module, kind)]
+    found: Any = beside_towers(model, of_classes(model, lambda one: issubclass(one, kind)))
+    return [module for _, module in found]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan._images import is_tower, without_towers
 from longspan._shrinking import depth, shrunk
-from longspan._walking import walked
+from longspan._walking import classes_in, modules_in, walked
 
 #: Modules that hold another one and leave its calls as they are.
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
@@ -122,7 +122,12 @@ def _held(module: nn.Module) -> nn.Module | None:
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether peft put it around a layer."""
-    return type(module).__module__.startswith("peft.tuners.") and "base_layer" in module._modules
+    return is_of_tuner(type(module)) and "base_layer" in module._modules
+
+
+def is_of_tuner(kind: type) -> bool:
+    """Whether it is a class of peft's adapters."""
+    return kind.__module__.startswith("peft.tuners.")
 
 
 def strange_tuner(module: nn.Module) -> str | None:
@@ -164,22 +169,36 @@ def _kind_and_held(kind: Any) -> tuple[Any, str | None]:
 
 def kinds_in(model: nn.Module) -> set[type]:
     """The classes of its modules."""
-    return {kind_of(module) for _, module in walked(model)}
+    return {_own_kind(kind) for kind in classes_in(model)}
 
 
 def has_own_forwards(model: nn.Module) -> bool:
     """Whether somebody put a forward into a module inside."""
-    return any("forward" in vars(module) for name, module in walked(model) if name)
+    return any("forward" in one.__dict__ for one in modules_in(model) if one is not model)
 
 
-def named_kinds(model: nn.Module) -> dict[str, str]:
-    """The class of every module by its name, and who put a forward into it."""
-    found = {}
+#: The class of every module by its name, and the forward that somebody put into it.
+Kinds = dict[str, type | tuple[type, str]]
+
+
+def named_kinds(model: nn.Module) -> Kinds:
+    """Of a model as it is now, see `in_words`."""
+    found: Kinds = {}
     for name, module in walked(model):
-        own = vars(module).get("forward")
-        swapped = f" with the forward {getattr(own, '__qualname__', own)}" if own and name else ""
-        kind = kind_of(module)
-        found[name] = ("peft's " if is_adapter(module) else "") + kind.__name__ + swapped
+        own = module.__dict__.get("forward")
+        kind = type(module)
+        found[name] = (kind, f"{getattr(own, '__qualname__', own)}") if own and name else kind
+    return found
+
+
+def in_words(kinds: Kinds) -> dict[str, str]:
+    """For those who tell two apart, which hardly ever happens."""
+    found = {}
+    for name, known in kinds.items():
+        kind, forward = known if isinstance(known, tuple) else (known, None)
+        swapped = "" if forward is None else f" with the forward {forward}"
+        adapts = is_of_tuner(kind) and f"{name}.base_layer" in kinds
+        found[name] = ("peft's " if adapts else "") + _own_kind(kind).__name__ + swapped
     return found
 
 

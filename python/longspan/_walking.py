@@ -5,18 +5,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 Found = TypeVar("Found")
+Named = tuple[str, nn.Module]
 
 
-def walked(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterable[tuple[str, nn.Module]]:
+def walked(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterable[Named]:
     """What `named_modules` gives, in the same order and sooner: its generators nest as deep as
     the modules do. Those of `but` are left out, with what is in them alone."""
-    return _walk(model, but) if but or not _still.has(model) else _every(model)
+    walk = _walk(model, but) if but else _whole_walk(model)
+    return zip(walk.names, walk.modules, strict=True)
+
+
+def modules_in(model: nn.Module) -> Sequence[nn.Module]:
+    """The same without names."""
+    return _whole_walk(model).modules
+
+
+def of_classes(model: nn.Module, wanted: Callable[[type], object]) -> list[Named]:
+    """The modules of some classes, in the order of the model. A class is asked about once: models
+    have thousands of modules, of a dozen classes."""
+    kinds = {kind for kind in classes_in(model) if wanted(kind)}
+    return [one for one in walked(model) if type(one[1]) in kinds] if kinds else []
+
+
+def has(module: nn.Module, name: str) -> bool:
+    """What hasattr says, and sooner: it takes torch long to say what a module does not have."""
+    own = module.__dict__
+    if name in own:
+        return True
+    kind: Any = type(module)
+    if kind.__getattr__ is not nn.Module.__getattr__ or hasattr(kind, name):
+        return hasattr(module, name)
+    return name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"]
+
+
+def attribute(module: nn.Module, name: str, default: Any = None) -> Any:
+    """What getattr gives, and sooner."""
+    return getattr(module, name) if has(module, name) else default
 
 
 @contextlib.contextmanager
@@ -24,8 +54,9 @@ def still(model: nn.Module) -> Iterator[None]:
     """While this lasts nobody adds modules to the model or takes any out, so that this thread
     goes over it once."""
     outside = _still.inside, _still.answers
-    _still.inside, _still.answers = {id(part): part for _, part in _walk(model)}, {}
     try:
+        _still.inside, _still.answers = {id(model)}, {}
+        _still.inside.update(map(id, modules_in(model)))
         yield
     finally:
         _still.inside, _still.answers = outside
@@ -59,12 +90,11 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
 
 
 class _Still(threading.local):
-    #: Kept, so that no other module gets its number.
-    inside: dict[int, nn.Module]
+    inside: set[int]  #: by number; `answers` keep them, so that no other module gets it
     answers: dict[Any, Any]
 
     def __init__(self) -> None:
-        self.inside, self.answers = {}, {}
+        self.inside, self.answers = set(), {}
 
     def has(self, model: nn.Module) -> bool:
         return id(model) in self.inside
@@ -73,21 +103,34 @@ class _Still(threading.local):
 _still = _Still()
 
 
-def _walk(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    seen = set(but)
-    stack: list[tuple[str, nn.Module | None]] = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if module is None or module in seen:
-            continue
-        seen.add(module)
-        yield name, module
-        children = module._modules
-        if children:
-            before = f"{name}." if name else ""
-            stack += [(before + key, children[key]) for key in reversed(children)]
+class _Walk(NamedTuple):
+    names: list[str]
+    modules: list[nn.Module]
+
+
+def _walk(model: nn.Module, but: Collection[nn.Module] = ()) -> _Walk:
+    seen = {id(module) for module in but}
+    found = _Walk([], [])
+
+    def enter(before: str, children: Mapping[str, nn.Module | None]) -> None:
+        for key, module in children.items():
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            name = before + key
+            found.names.append(name)
+            found.modules.append(module)
+            if module._modules:
+                enter(f"{name}." if name else "", module._modules)
+
+    enter("", {"": model})
+    return found
+
+
+_whole_walk = remembered(_walk)
 
 
 @remembered
-def _every(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(_walk(model))
+def classes_in(model: nn.Module) -> Collection[type]:
+    """Those of its modules, in the order of the model."""
+    return dict.fromkeys(map(type, modules_in(model)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import longspan
 from longspan import Group, Ownership, run_ranks
-from longspan._walking import remembered, still, walked
+from longspan._walking import attribute, has, of_classes, remembered, still, walked
 from longspan.values import LocalBatch
 
 pytest.importorskip("transformers")
@@ -600,6 +600,42 @@ def test_walking_is_named_modules() -> None:
     assert list(walked(model)) == list(model.named_modules())
     inner = model["b"][1].model
     assert list(walked(model, {inner})) == list(model.named_modules(memo={inner}))
+
+
+def test_classes_are_asked_about_once() -> None:
+    """And their modules come in the order of the model."""
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.Tanh())
+    model.append(torch.nn.Sequential(torch.nn.ReLU()))
+    asked: list[type] = []
+
+    def wanted(kind: type) -> bool:
+        asked.append(kind)
+        return issubclass(kind, (torch.nn.Tanh, torch.nn.ReLU))
+
+    assert [name for name, _ in of_classes(model, wanted)] == ["0", "2", "3.0"]
+    assert asked == [torch.nn.Sequential, torch.nn.ReLU, torch.nn.Linear, torch.nn.Tanh]
+    assert of_classes(model, lambda kind: kind is torch.nn.GELU) == []
+
+
+def test_what_a_module_has_is_what_hasattr_says() -> None:
+    class Own(torch.nn.Linear):
+        number = 3
+
+        @property
+        def broken(self) -> int:
+            raise AttributeError
+
+    class Further(Own):
+        def __getattr__(self, name: str) -> Any:
+            return 4 if name == "elsewhere" else super().__getattr__(name)
+
+    names = ("number", "weight", "bias", "inner", "kept", "mine", "broken", "elsewhere", "none")
+    for module in (Own(2, 2), Own(2, 2, bias=False), Further(2, 2)):
+        module.inner, module.mine = torch.nn.ReLU(), None
+        module.register_buffer("kept", torch.zeros(1))
+        for name in names:
+            assert has(module, name) == hasattr(module, name), name
+            assert attribute(module, name, 5) is getattr(module, name, 5), name
 
 
 def test_what_stands_still_is_gone_over_once() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from longspan._recipes import deepseek_v4, selected_keys, states
 from longspan._recipes.recipe import Recipe, class_names
-from longspan._walking import walked
+from longspan._walking import of_classes
 
 __all__ = ["RECIPES", "Recipe", "recipe_for", "recipes_in"]
 
@@ -33,9 +32,7 @@ def _recipe_of(kind: Any) -> Recipe | None:
     return next((_BY_CLASS[name] for name in class_names(kind) if name in _BY_CLASS), None)
 
 
-def recipes_in(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Recipe]]:
+def recipes_in(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, Recipe]]:
     """Every module that a recipe answers for, by its name."""
-    for name, module in walked(model):
-        recipe = recipe_for(module)
-        if recipe is not None:
-            yield name, module, recipe
+    found = ((name, module, recipe_for(module)) for name, module in of_classes(model, _recipe_of))
+    return [(name, module, recipe) for name, module, recipe in found if recipe is not None]
