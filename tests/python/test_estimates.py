@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import Group, _estimating, _explaining, _families, run_ranks
+from longspan import Group, _balance, _estimating, _families, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -297,7 +297,7 @@ def test_heads_are_dealt_as_the_program_says(heads: int) -> None:
     command = [PROGRAM, "plan", *options, "--heads", str(heads), "--key-heads", "1"]
     told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     ranks = told["panels"][0]["ranks"]
-    assert tuple(rank["heads"] for rank in ranks) == _explaining._shares(heads, 4)
+    assert tuple(rank["heads"] for rank in ranks) == _balance._shares(heads, 4)
 
 
 @pytest.mark.parametrize(
