@@ -316,6 +316,7 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
     where it has modules or hooks that its twin does not have; returns those. Under fully_shard
     every rank takes part."""
     from longspan import _proving
+    from longspan._probing import Refused
 
     check_lookup(part)
     guests = guests_in(part)
@@ -334,7 +335,7 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
         _check_called(guests, known)
     try:
         _proving.check_model_itself(part, guests)
-    except _proving.Refused as error:
+    except Refused as error:
         on_it = next((one for one in guests if str(error).startswith(one.where)), None)
         with_it = "" if on_it is None else f"; it was looked at with {on_it}"
         raise NotImplementedError(f"parallelize: {error}{with_it}") from None

@@ -22,7 +22,7 @@ from longspan._local_batch import KEYWORD, LocalBatch
 from longspan._losses import total_loss
 from longspan._models import AUTO, parallelize, restore
 from longspan._parity import changed_inside, movement, outputs_of
-from longspan._proving import ordinary_ids
+from longspan._probing import ordinary_ids
 from longspan._recipes import recipes_in
 from longspan._rulers import (
     IGNORED,

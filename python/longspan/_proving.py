@@ -7,12 +7,10 @@ sees the rest. So everything else must treat tokens one by one, by their content
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +20,36 @@ from longspan._agreement import Agreement
 from longspan._batch import Place, Reading, share
 from longspan._group import Group, run_ranks
 from longspan._hooks import Guest, changes
-from longspan._local_batch import KEYWORD, LocalBatch
-from longspan._lookups import rows_of
-from longspan._models import (
-    AttentionLayer,
-    LocalAttention,
-    Parallelized,
-    parallelize,
-    set_up,
-    state_of,
+from longspan._models import AttentionLayer, Parallelized, parallelize, set_up, state_of
+from longspan._probing import (
+    SCANNED,
+    TOKENS,
+    Probe,
+    Refused,
+    Run,
+    call_apart,
+    gradients_of,
+    ids_of,
+    loss_of,
+    off_by,
+    share_of,
+    tokens_in_words,
+    vectors_of,
+    watch_call,
+    with_others,
+)
+from longspan._proving_training import (
+    buffers_kept,
+    check_in_training,
+    check_states,
+    check_sums,
+    seeded,
 )
 from longspan._recipes import recipe_for, recipes_in
-from longspan._recipes.recipe import NotSharded
 from longspan._routers import ASKED, loss_of_routers
 from longspan._strategy import Strategy
 from longspan._tiles import STUMBLES, CannotTile, Tail, kept_numbers, tail_of, tile_loss
-from longspan._tracing import Blame, Call, Pairing, Trace, guilty, traced
+from longspan._tracing import Blame, Pairing, Trace, guilty, traced
 from longspan._transformers import (
     attention_layers,
     check_batch,
@@ -48,69 +60,11 @@ from longspan._transformers import (
 from longspan._twins import OwnRandomness, place_of
 from longspan._walking import modes_kept, walked
 
-#: Tokens of a call. A prime: no other axis of a model is as long.
-TOKENS = 37
 #: A document of the ruler, for two ranks with `TOKENS` each; longer than every window.
 LONG = 2 * TOKENS
 #: Relative to the largest value of a tensor: many models compute norms, rotary tables and
 #: routers in float32. What is wrong is off by 1e-2 and more.
 _TOLERANCE = 1e-5
-#: With scans: their functions are float32 throughout, and chunks of another length round
-#: otherwise.
-_SCANNED = 10
-#: Of gradients; eager attention of transformers has a float32 softmax.
-_GRADIENTS = 3e-4
-#: Ranks that are threads have one state of random numbers.
-_drawing = threading.Lock()
-#: Inside, random numbers are those of one seed.
-_Draws = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-class Refused(Exception):
-    """What a model does that cutting its tokens would change; begins with the module."""
-
-
-class _Alone(LocalAttention):
-    """Attention in which every token sees itself only. What it returns depends on
-    queries and keys too, so that nobody can hide in them."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (one.repeat_interleave(groups, dim=1) for one in (k, v))
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        gate: Tensor = torch.sigmoid((q * k).sum(-1, keepdim=True) * scale)
-        return v * gate
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Tokens for one call, as the test wants them."""
-
-    ids: Tensor
-    positions: Tensor
-
-    @staticmethod
-    def of(model: Any, tokens: int, seed: int) -> _Call:
-        random = torch.Generator().manual_seed(seed)
-        ids = ordinary_ids(model)
-        chosen = torch.randint(len(ids), (1, tokens), generator=random)
-        return _Call(ids[chosen], torch.arange(tokens)[None])
-
-
-def ordinary_ids(model: Any) -> Tensor:
-    """Ids that are no special tokens: models look for those."""
-    config = model.config
-    special: set[int] = set()
-    for one in (config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))):
-        for key, value in vars(one).items():
-            if key.endswith(("_id", "_ids", "_index", "_idx")):
-                values = value if isinstance(value, (list, tuple)) else [value]
-                special |= {v for v in values if isinstance(v, int)}
-    words = getattr(config.get_text_config(), "vocab_size", None)  # that have a logit
-    size = rows_of(model.get_input_embeddings()) or words or 1
-    words = words or size
-    usual = [i for i in range(min(size, words, 4096)) if i not in special]
-    return torch.tensor(usual or [0])
 
 
 def prove(twin: Any) -> tuple[list[str], str | None]:
@@ -149,8 +103,8 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
             set_up(model, state)
             with changes(hidden) as changed:
                 shown = check_apart(model, tolerance, watched=True)
-            draws = functools.partial(_seeded, model)
-            with _buffers_kept(model):
+            draws = functools.partial(seeded, model)
+            with buffers_kept(model):
                 check_in_training(model, tolerance, draws)
             check_states(model, tolerance, draws)
             model.eval()
@@ -187,7 +141,7 @@ def _check_masks(model: Any, layers: Sequence[AttentionLayer]) -> None:
         name_attention(model, aside, "eager")
         for layer in plain:
             aside.look_before(modules[layer.name], functools.partial(keep, layer.name))
-        ids = _ids(model, TOKENS, 10).to(next(model.parameters()).device)
+        ids = ids_of(model, TOKENS, 10).to(next(model.parameters()).device)
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
     except Exception as error:
@@ -221,11 +175,11 @@ def _is_mask_of(layer: AttentionLayer, mask: Tensor) -> bool:
 def bypassed(twin: Any) -> frozenset[str]:
     """The modules that the plain twin calls with its tokens and the parallelized one does not,
     by their places: recipes do otherwise what they do."""
-    ids = _ids(twin, TOKENS, 9)
+    ids = ids_of(twin, TOKENS, 9)
     with torch.no_grad():
-        plain = _traced(twin, {"input_ids": ids, "use_cache": False})
+        plain = watch_call(twin, {"input_ids": ids, "use_cache": False})
         mine = _parallel(twin)
-        ours = _traced(mine, _share(mine, {"input_ids": ids}))
+        ours = watch_call(mine, share_of(mine, {"input_ids": ids}))
     return frozenset(_called(plain) - _called(ours))
 
 
@@ -252,293 +206,32 @@ def check_apart(model: Any, tolerance: float, *, watched: bool = False) -> list[
     answer of the whole model is another."""
     # For what is inside these a recipe answers; indices of selected keys, say, are places.
     spare = [name for name, _, recipe in recipes_in(model) if recipe.layer is not None]
-    base = _Call.of(model, TOKENS, 1)
-    other = _Call.of(model, TOKENS, 2).ids
-    first = _apart(model, base)
+    base = Probe.of(model, TOKENS, 1)
+    other = Probe.of(model, TOKENS, 2).ids
+    first = call_apart(model, base)
     same = Pairing.same(TOKENS, tolerance)
     half = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))[: TOKENS // 2]
     for changed in (torch.tensor([TOKENS // 2]), half):
-        second = _apart(model, _changed(model, base, other, changed))
+        second = call_apart(model, with_others(model, base, other, changed))
         blame = first.blame(second, same, apart=True, spare=spare, watched=watched)
         if blame is not None:
             raise Refused(
-                f"{blame} mixes tokens outside attention: when {_tokens(changed)} changed, its "
-                f"output moved at {_tokens(blame.tokens)} by {blame.by:.0e}; cutting the tokens "
-                f"would change it"
+                f"{blame} mixes tokens outside attention: when {tokens_in_words(changed)} changed, "
+                f"its output moved at {tokens_in_words(blame.tokens)} by {blame.by:.0e}; cutting "
+                f"the tokens would change it"
             )
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(4))
-    again = _apart(model, _Call(base.ids[:, order], base.positions[:, order]))
+    again = call_apart(model, Probe(base.ids[:, order], base.positions[:, order]))
     moved = Pairing(TOKENS, TOKENS, order, torch.arange(TOKENS), tolerance)
     blame = first.blame(again, moved, apart=True, spare=spare, watched=watched)
     if blame is not None:
         raise Refused(
             f"{blame} goes by the place of a token in the call and not by its position_ids: when "
             f"tokens were permuted with their positions, its output at "
-            f"{_tokens(blame.tokens)} was another by {blame.by:.0e}; a rank's tokens "
+            f"{tokens_in_words(blame.tokens)} was another by {blame.by:.0e}; a rank's tokens "
             f"stand at other places"
         )
     return ["isolation", "order"]
-
-
-def _changed(model: Any, call: _Call, other: Tensor, tokens: Tensor) -> _Call:
-    """With other ids at some tokens."""
-    ids = call.ids.clone()
-    new = other[0, tokens]
-    ids[0, tokens] = torch.where(new == ids[0, tokens], ordinary_ids(model)[0], new)
-    return _Call(ids, call.positions)
-
-
-def check_in_training(model: Any, tolerance: float, draws: _Draws) -> None:
-    """*Isolation* of a model that was let in for evaluation, where its forward is another one in
-    training: norms of a batch, experts with a capacity. `draws` makes random numbers those of one
-    seed, so that dropout is the same in every run. Leaves the model in training."""
-    base, other = _Call.of(model, TOKENS, 1), _Call.of(model, TOKENS, 2).ids
-    same = Pairing.same(TOKENS, tolerance)
-    half = torch.arange(0, TOKENS, 2)
-    try:
-        calm = _apart(model, base).outside
-        model.train()
-        first = _apart(model, base, draws)
-        if guilty(calm, first.outside, same, apart=False) is None:
-            return
-        if guilty(first.outside, _apart(model, base, draws).outside, same, apart=False):
-            return  # draws that no seed repeats
-        second = _apart(model, _changed(model, base, other, half), draws)
-        blame = first.blame(second, same, apart=True)
-    except Exception:  # it does not train so: with a batch of its own, it will say why
-        return
-    if blame is not None:
-        raise Refused(
-            f"{blame} mixes tokens outside attention in training: when {_tokens(half)} changed, "
-            f"its output moved at {_tokens(blame.tokens)} by {blame.by:.0e}; cutting the tokens "
-            f"would change it"
-        )
-
-
-def check_states(model: Any, tolerance: float, draws: _Draws) -> None:
-    """What a model keeps of the tokens it was trained on, in buffers, changes no later answer:
-    ranks see other tokens, and would part. Leaves the model in evaluation."""
-    base, other = _Call.of(model, TOKENS, 1), _Call.of(model, TOKENS, 2)
-
-    def train(call: _Call) -> None:
-        model.train()
-        _ = _apart(model, call, draws).outside
-        model.eval()
-
-    def kept_of(call: _Call) -> dict[str, Tensor]:
-        with _buffers_kept(model):
-            train(call)
-            return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-    def answer_after(call: _Call) -> Trace:
-        with _buffers_kept(model):
-            train(call)
-            return _apart(model, base).outside
-
-    try:
-        ones, others = kept_of(base), kept_of(other)
-        moved = [
-            name
-            for name, buffer in ones.items()
-            if name not in others or not buffer.equal(others[name])
-        ]
-        if not moved:
-            return
-        first, second = answer_after(base), answer_after(other)
-    except Exception:  # it does not train so: with a batch of its own, it will say why
-        return
-    if guilty(first, second, Pairing.same(TOKENS, tolerance), apart=False):
-        raise Refused(
-            f"'{moved[0]}' keeps in training what the tokens of a call were like, and answers "
-            f"depend on it; ranks see other tokens each, and would come to differ"
-        )
-
-
-def check_sums(twin: Any) -> None:
-    """Gradients of tokens that have nothing to do with each other add up, in training too: a loss
-    that a module adds in backward, of its experts say, is no sum. For a parallelized twin, which
-    is left in training."""
-    cut = TOKENS // 3
-    every, parts = slice(None), (slice(0, cut), slice(cut, None))
-    ids = _ids(twin, TOKENS, 9)
-    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
-
-    def rows(part: slice, seed: int = 16) -> Tensor:
-        given = _given(twin, _Call(ids[:, part], positions[:, part]))
-        if getattr(twin.config, ASKED, False):
-            given[ASKED] = False
-        with OwnRandomness(seed):
-            return _rows(twin, twin(**given))[0]
-
-    def gradients(part: slice) -> dict[str, Tensor]:
-        targets = ids[0].roll(1)[part]
-        _loss(rows(part), targets, TOKENS).backward()  # type: ignore[no-untyped-call]
-        return _gradients(twin)
-
-    try:
-        twin.train().zero_grad()
-        if not rows(every).detach().equal(rows(every, 17).detach()):
-            return  # draws, which depend on how many tokens there are
-        whole, (first, second) = gradients(every), map(gradients, parts)
-    except Exception:  # it does not train so: with a batch of its own, it will say why
-        return
-    scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
-    summed = {
-        name: first.get(name, torch.zeros(())) + second.get(name, torch.zeros(()))
-        for name in first.keys() | second.keys()
-    }
-    off = _off(whole, summed, _SCANNED if scans else 1)
-    if off is not None:
-        raise Refused(
-            f"'{off[0]}' gets another gradient in training from tokens together than from each of "
-            f"them, by {off[1]:.0e}, so something adds to it in backward that is no sum over "
-            f"tokens; ranks have some of the tokens each"
-        )
-
-
-@contextlib.contextmanager
-def _seeded(model: nn.Module) -> Iterator[None]:
-    """Random numbers of one seed, and afterwards those that would have come."""
-    device = next(model.parameters()).device
-    cuda = [device] if device.type == "cuda" else []
-    with _drawing, torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(16)
-        for one in cuda:
-            with torch.cuda.device(one):
-                torch.cuda.manual_seed(16)
-        yield
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What modules keep of the batches they train on is as before."""
-    kept = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for buffers, name, buffer, before in kept:
-            if not buffer.equal(before):
-                buffer.copy_(before)
-            buffers[name] = buffer  # others are put in its place, too
-
-
-class _Run:
-    """A forward pass without gradients: from outside, or with every module watched. Each is
-    done once, when it is asked for."""
-
-    def __init__(
-        self,
-        model: Any,
-        given: Mapping[str, Any],
-        draws: _Draws = contextlib.nullcontext,
-    ) -> None:
-        self._model = model
-        self._given = given
-        self._draws = draws
-
-    @functools.cached_property
-    def outside(self) -> Trace:
-        """The call of the whole model alone."""
-        try:
-            with torch.no_grad(), self._draws():
-                out = self._model(**self._given)
-        except Exception:
-            self.inside  # noqa: B018  (raises, with the name of the module)
-            raise
-        inputs = {k: v for k, v in self._given.items() if isinstance(v, Tensor)}
-        rows = {"rows": _rows(self._model, out).detach()}
-        return Trace([Call("", type(self._model).__name__, inputs, rows)])
-
-    @functools.cached_property
-    def inside(self) -> Trace:
-        with torch.no_grad(), self._draws():
-            return _traced(self._model, self._given)
-
-    def blame(
-        self,
-        other: _Run,
-        pairing: Pairing,
-        *,
-        apart: bool,
-        spare: Sequence[str] = (),
-        watched: bool = False,
-    ) -> Blame | None:
-        """Who is to blame where two runs differ: a module, or else the whole model."""
-        whole = guilty(self.outside, other.outside, pairing, apart=apart)
-        if whole is None and not watched:
-            return None
-        return guilty(self.inside, other.inside, pairing, apart=apart, spare=spare) or whole
-
-
-def _apart(
-    model: Any,
-    call: _Call,
-    draws: _Draws = contextlib.nullcontext,
-) -> _Run:
-    """One forward pass in which every token is a document."""
-    return _Run(model, _given(model, call), draws)
-
-
-def _given(model: Any, call: _Call) -> dict[str, Any]:
-    """What the model is called with for that."""
-    batch = {
-        "input_ids": call.ids,
-        "position_ids": call.positions,
-        "seq_lens": torch.ones(1, call.ids.shape[1], dtype=torch.int64),
-    }
-    local = _share(model, batch)
-    state = state_of("parallelize", model)
-    local[KEYWORD] = _Alone(local.cut, state.group, state.strategy, state.sights)
-    device = next(model.parameters()).device
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
-
-
-def _share(model: Any, batch: Mapping[str, Any]) -> LocalBatch:
-    """What one rank gets of it."""
-    state = state_of("parallelize", model)
-    nobody = Agreement("parallelize", None)
-    alone = Place.in_group(Group.solo())
-    reading = Reading(who="parallelize")
-    return share(batch, alone, nobody, state, reading, "contiguous-rows")
-
-
-def _traced(model: Any, arguments: Mapping[str, Any]) -> Trace:
-    """A call with every module watched; Refused, with the module's name, where it raises."""
-    with traced(model) as trace:
-        try:
-            model(**arguments)
-        except Exception as error:
-            raise Refused(_stumbled(trace, error, KEYWORD in arguments)) from error
-    return trace
-
-
-def _stumbled(trace: Trace, error: Exception, cut: bool) -> str:
-    who = str(trace.open[-1]) if trace.open else "the model"
-    if isinstance(error, NotSharded):
-        return (
-            f"{who} is not handed the keyword arguments of the model's call, so it cannot be told "
-            f"which tokens of the batch it has"
-        )
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if not cut:
-        return (
-            f"{who} does not run in a twin, cut or not: {said}; pass proof=... a small model of "
-            f"the same classes on the CPU, or proof=False to go without"
-        )
-    return f"{who} does not run on a cut batch: {said}"
-
-
-def _tokens(tokens: Any) -> str:
-    numbers = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-    if len(numbers) == 1:
-        return f"token {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
-    return f"tokens {shown}"
 
 
 # ---- What the plain model does.
@@ -546,10 +239,10 @@ def _tokens(tokens: Any) -> str:
 
 def check_numbering(twin: Any, first: int) -> list[str]:
     """*Numbering*: without `position_ids` a model counts as `shard` does."""
-    call = _Call.of(twin, TOKENS, 5)
+    call = Probe.of(twin, TOKENS, 5)
     given = {"input_ids": call.ids, "use_cache": False}
-    plain = _Run(twin, given)
-    numbered = _Run(twin, {**given, "position_ids": call.positions + first})
+    plain = Run(twin, given)
+    numbered = Run(twin, {**given, "position_ids": call.positions + first})
     try:
         blame = plain.blame(numbered, Pairing.same(TOKENS, _TOLERANCE), apart=False)
     except Refused as error:
@@ -584,12 +277,12 @@ class _Answer:
 def check_ruler(twin: Any) -> list[str]:
     """One rank equals the plain twin on a long document, and two ranks each document
     alone, packed and padded: loss, logits and every gradient. Leaves the twin plain."""
-    plain = _plainly(twin, [_ids(twin, LONG, 6)])
-    alone = _over(twin, 1, {"input_ids": _ids(twin, LONG, 6)})
+    plain = _plainly(twin, [ids_of(twin, LONG, 6)])
+    alone = _over(twin, 1, {"input_ids": ids_of(twin, LONG, 6)})
     scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
-    rounding = _SCANNED if scans else 1
+    rounding = SCANNED if scans else 1
     _compare(plain, alone, lambda: _blame_one_rank(twin), "over one rank", rounding)
-    documents = [_ids(twin, length, 7 + length) for length in (30, 1, LONG - 31)]
+    documents = [ids_of(twin, length, 7 + length) for length in (30, 1, LONG - 31)]
     packed = {
         "input_ids": torch.cat(documents, dim=1),
         "position_ids": torch.cat([torch.arange(d.shape[1]) for d in documents])[None],
@@ -611,10 +304,6 @@ def check_ruler(twin: Any) -> list[str]:
     return ["ruler"]
 
 
-def _ids(twin: Any, tokens: int, seed: int) -> Tensor:
-    return _Call.of(twin, tokens, seed).ids
-
-
 def _plainly(twin: Any, documents: list[Tensor]) -> _Answer:
     """Each document alone, without us."""
     twin.zero_grad()
@@ -622,12 +311,12 @@ def _plainly(twin: Any, documents: list[Tensor]) -> _Answer:
     loss, logits = 0.0, []
     for ids in documents:
         out = twin(input_ids=ids, use_cache=False)
-        rows = _rows(twin, out)[0]
-        part = _loss(rows[:-1], ids[0, 1:], targets)
+        rows = vectors_of(twin, out)[0]
+        part = loss_of(rows[:-1], ids[0, 1:], targets)
         part.backward()  # type: ignore[no-untyped-call]
         loss += float(part.detach())
         logits.append(rows.detach())
-    return _Answer(loss, torch.cat(logits), _gradients(twin))
+    return _Answer(loss, torch.cat(logits), gradients_of(twin))
 
 
 def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
@@ -653,11 +342,11 @@ def _over(twin: Any, ranks: int, batch: Mapping[str, Tensor]) -> _Answer:
         for key in () if learns else ("labels", "shift_labels", "num_items_in_batch"):
             local.pop(key, None)
         out = mine(**local)
-        rows = _rows(mine, out)
-        loss = _loss(rows.flatten(0, 1), wanted.flatten(), count)
+        rows = vectors_of(mine, out)
+        loss = loss_of(rows.flatten(0, 1), wanted.flatten(), count)
         loss.backward()  # type: ignore[no-untyped-call]
         said = float((out.loss - loss_of_routers(mine, out)).detach()) if learns else None
-        return float(loss.detach()), said, rows[0].detach(), _gradients(mine)
+        return float(loss.detach()), said, rows[0].detach(), gradients_of(mine)
 
     found = _run(ranks, body, twin)
     summed: dict[str, Tensor] = {}
@@ -686,7 +375,7 @@ def _run(ranks: int, body: Callable[[Group], Any], twin: Any) -> list[Any]:
     except Exception as error:
         # Again on one rank, to see whose it was.
         mine = _parallel(twin)
-        _traced(mine, _share(mine, {"input_ids": _ids(twin, LONG, 6)}))
+        watch_call(mine, share_of(mine, {"input_ids": ids_of(twin, LONG, 6)}))
         said = " ".join(str(error).split())
         raise Refused(
             f"{type(twin).__name__} does not run over {ranks} ranks: {type(error).__name__}: {said}"
@@ -699,28 +388,6 @@ def _copied(twin: Any) -> Any:
     for parameter in twin.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(twin, memo)
-
-
-def _rows(model: Any, out: Any) -> Tensor:
-    """One vector a token: logits, or what a decoder without a head gives."""
-    found = getattr(out, "logits", None)
-    if found is None:
-        found = getattr(out, "last_hidden_state", None)
-    if not isinstance(found, Tensor) or found.dim() != 3:
-        raise Refused(f"{type(model).__name__} gives neither logits nor last_hidden_state")
-    return found
-
-
-def _loss(rows: Tensor, targets: Tensor, count: int) -> Tensor:
-    """A part of the mean, in float64. Decoders without a head have few channels to name."""
-    named = torch.where(targets == -100, targets, targets % rows.shape[-1])
-    return nn.functional.cross_entropy(rows, named, ignore_index=-100, reduction="sum") / count
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def _compare(
@@ -742,29 +409,12 @@ def _compare(
             f"the model counts another loss {where} than its logits have: {ours.said:.4g} and not "
             f"{plain.loss:.4g}; it may not hand shift_labels and num_items_in_batch on"
         )
-    off_there = _off(plain.gradients, ours.gradients, rounding)
+    off_there = off_by(plain.gradients, ours.gradients, rounding)
     if off_there is not None:
         nearest, error = off_there
         raise Refused(
             f"'{nearest}' gets another gradient {where} than in the plain model, by {error:.0e}"
         )
-
-
-def _off(
-    true: Mapping[str, Tensor], ours: Mapping[str, Tensor], rounding: float
-) -> tuple[str, float] | None:
-    """The parameter whose gradient is another, and by how much: the last, for gradients come
-    from the end."""
-    largest = max((float(g.abs().max()) for g in true.values()), default=1.0)
-    wrong = None
-    for key, gradient in true.items():
-        other = ours.get(key, torch.zeros_like(gradient))
-        # Of gradients that cancel out nothing but rounding is left.
-        least = max(float(gradient.abs().max()), 1e-4 * largest)
-        error = float((other - gradient).abs().max()) / least
-        if not error <= rounding * _GRADIENTS:
-            wrong = key, error
-    return wrong
 
 
 # ---- The loss in tiles.
@@ -776,7 +426,7 @@ def show_tail(twin: Any) -> Tail:
     name = type(twin).__name__
     if not _learns(twin):
         raise CannotTile(f"{name} gives no mean loss of the next tokens")
-    ids = _ids(twin, TOKENS, 8)
+    ids = ids_of(twin, TOKENS, 8)
     targets = ids.roll(-1, 1)
     targets[:, -1] = -100
     try:
@@ -796,21 +446,21 @@ def _own_loss(twin: Any, ids: Tensor, targets: Tensor, tail: Tail | None) -> _An
     mine = _parallel(twin)
     if tail is not None:
         tile_loss(mine, tail, TOKENS // 3, state_of("parallelize", mine))
-    local = _share(mine, {"input_ids": ids, "shift_labels": targets})
+    local = share_of(mine, {"input_ids": ids, "shift_labels": targets})
     if getattr(twin.config, ASKED, False):
         local[ASKED] = False  # their loss is made outside of tiles
     loss = mine(**local).loss
     loss.backward()
-    return _Answer(float(loss.detach()), torch.zeros(1), _gradients(mine), float(loss.detach()))
+    return _Answer(float(loss.detach()), torch.zeros(1), gradients_of(mine), float(loss.detach()))
 
 
 def _blame_one_rank(twin: Any) -> Blame | None:
-    ids = _ids(twin, LONG, 6)
+    ids = ids_of(twin, LONG, 6)
     with torch.no_grad(), traced(twin) as plain:
         twin(input_ids=ids, use_cache=False)
     mine = _parallel(twin)
     with torch.no_grad():
-        ours = _traced(mine, _share(mine, {"input_ids": ids}))
+        ours = watch_call(mine, share_of(mine, {"input_ids": ids}))
     return guilty(plain, ours, Pairing.same(LONG, _TOLERANCE), apart=False)
 
 
@@ -818,7 +468,7 @@ def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
     """Two ranks against one, with the same batch."""
     one = _parallel(twin)
     with torch.no_grad():
-        whole = _traced(one, _share(one, batch))
+        whole = watch_call(one, share_of(one, batch))
 
     def body(group: Group) -> Trace:
         mine = _parallel(twin, group)
@@ -827,7 +477,7 @@ def _blame_two_ranks(twin: Any, batch: Mapping[str, Tensor]) -> Blame | None:
         reading = Reading(who="parallelize")
         local = share(batch, Place.in_group(group), nobody, state, reading)
         with torch.no_grad():
-            return _traced(mine, local)
+            return watch_call(mine, local)
 
     for rank, trace in enumerate(run_ranks(2, body)):
         mine = torch.arange(TOKENS)

@@ -1,0 +1,175 @@
+"""What a model does in training, as far as evaluation does not show it: what mixes tokens, what
+it keeps of them, and what adds to gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan._probing import (
+    SCANNED,
+    TOKENS,
+    Draws,
+    Probe,
+    Refused,
+    arguments_of,
+    call_apart,
+    gradients_of,
+    ids_of,
+    loss_of,
+    off_by,
+    tokens_in_words,
+    vectors_of,
+    with_others,
+)
+from longspan._recipes import recipes_in
+from longspan._routers import ASKED
+from longspan._tracing import Pairing, Trace, guilty
+from longspan._twins import OwnRandomness
+
+#: Ranks that are threads have one state of random numbers.
+_drawing = threading.Lock()
+
+
+def check_in_training(model: Any, tolerance: float, draws: Draws) -> None:
+    """*Isolation* of a model that was let in for evaluation, where its forward is another one in
+    training: norms of a batch, experts with a capacity. `draws` makes random numbers those of one
+    seed, so that dropout is the same in every run. Leaves the model in training."""
+    base, other = Probe.of(model, TOKENS, 1), Probe.of(model, TOKENS, 2).ids
+    same = Pairing.same(TOKENS, tolerance)
+    half = torch.arange(0, TOKENS, 2)
+    try:
+        calm = call_apart(model, base).outside
+        model.train()
+        first = call_apart(model, base, draws)
+        if guilty(calm, first.outside, same, apart=False) is None:
+            return
+        if guilty(first.outside, call_apart(model, base, draws).outside, same, apart=False):
+            return  # draws that no seed repeats
+        second = call_apart(model, with_others(model, base, other, half), draws)
+        blame = first.blame(second, same, apart=True)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    if blame is not None:
+        raise Refused(
+            f"{blame} mixes tokens outside attention in training: when {tokens_in_words(half)} "
+            f"changed, its output moved at {tokens_in_words(blame.tokens)} by {blame.by:.0e}; "
+            f"cutting the tokens would change it"
+        )
+
+
+def check_states(model: Any, tolerance: float, draws: Draws) -> None:
+    """What a model keeps of the tokens it was trained on, in buffers, changes no later answer:
+    ranks see other tokens, and would part. Leaves the model in evaluation."""
+    base, other = Probe.of(model, TOKENS, 1), Probe.of(model, TOKENS, 2)
+
+    def train(call: Probe) -> None:
+        model.train()
+        _ = call_apart(model, call, draws).outside
+        model.eval()
+
+    def kept_of(call: Probe) -> dict[str, Tensor]:
+        with buffers_kept(model):
+            train(call)
+            return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def answer_after(call: Probe) -> Trace:
+        with buffers_kept(model):
+            train(call)
+            return call_apart(model, base).outside
+
+    try:
+        ones, others = kept_of(base), kept_of(other)
+        moved = [
+            name
+            for name, buffer in ones.items()
+            if name not in others or not buffer.equal(others[name])
+        ]
+        if not moved:
+            return
+        first, second = answer_after(base), answer_after(other)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    if guilty(first, second, Pairing.same(TOKENS, tolerance), apart=False):
+        raise Refused(
+            f"'{moved[0]}' keeps in training what the tokens of a call were like, and answers "
+            f"depend on it; ranks see other tokens each, and would come to differ"
+        )
+
+
+def check_sums(twin: Any) -> None:
+    """Gradients of tokens that have nothing to do with each other add up, in training too: a loss
+    that a module adds in backward, of its experts say, is no sum. For a parallelized twin, which
+    is left in training."""
+    cut = TOKENS // 3
+    every, parts = slice(None), (slice(0, cut), slice(cut, None))
+    ids = ids_of(twin, TOKENS, 9)
+    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
+
+    def rows(part: slice, seed: int = 16) -> Tensor:
+        given = arguments_of(twin, Probe(ids[:, part], positions[:, part]))
+        if getattr(twin.config, ASKED, False):
+            given[ASKED] = False
+        with OwnRandomness(seed):
+            return vectors_of(twin, twin(**given))[0]
+
+    def gradients(part: slice) -> dict[str, Tensor]:
+        targets = ids[0].roll(1)[part]
+        loss_of(rows(part), targets, TOKENS).backward()  # type: ignore[no-untyped-call]
+        return gradients_of(twin)
+
+    try:
+        twin.train().zero_grad()
+        if not rows(every).detach().equal(rows(every, 17).detach()):
+            return  # draws, which depend on how many tokens there are
+        whole, (first, second) = gradients(every), map(gradients, parts)
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
+    summed = {
+        name: first.get(name, torch.zeros(())) + second.get(name, torch.zeros(()))
+        for name in first.keys() | second.keys()
+    }
+    off = off_by(whole, summed, SCANNED if scans else 1)
+    if off is not None:
+        raise Refused(
+            f"'{off[0]}' gets another gradient in training from tokens together than from each of "
+            f"them, by {off[1]:.0e}, so something adds to it in backward that is no sum over "
+            f"tokens; ranks have some of the tokens each"
+        )
+
+
+@contextlib.contextmanager
+def seeded(model: nn.Module) -> Iterator[None]:
+    """Random numbers of one seed, and afterwards those that would have come."""
+    device = next(model.parameters()).device
+    cuda = [device] if device.type == "cuda" else []
+    with _drawing, torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(16)
+        for one in cuda:
+            with torch.cuda.device(one):
+                torch.cuda.manual_seed(16)
+        yield
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What modules keep of the batches they train on is as before."""
+    kept = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, before in kept:
+            if not buffer.equal(before):
+                buffer.copy_(before)
+            buffers[name] = buffer  # others are put in its place, too
