@@ -40,15 +40,6 @@ std::optional<std::string> why_not(std::string_view name,
   return reason();
 }
 
-/// Whether cuDNN, where it needs hardly more than a call, is known to be faster
-/// than our own kernel: measured by bench/dense_gpu.py.
-bool is_cudnn_faster(const AttentionInputs& inputs) {
-  return inputs.q.size(3) <= 64 || inputs.q.size(3) > 128;
-}
-bool is_cudnn_backward_faster(const AttentionInputs& /*inputs*/) {
-  return true;
-}
-
 /// Few lines, which may become few calls, of as many tokens as cuDNN wants:
 /// others are not worth the time of the host to look.
 bool may_be_little_work_for_cudnn(const AttentionInputs& inputs,
@@ -64,36 +55,28 @@ bool is_little_work_for_cudnn(const FusedChoice& choice, int64_t rows) {
          std::ssize(choice.cudnn) <= 2 * rows;
 }
 
-FusedChoice choose(const AttentionInputs& inputs,
-                   std::span<const KeyLines> lines,
-                   const std::optional<std::string>& why_not_hopper,
-                   bool rather_cudnn) {
-  if (why_not_hopper) {
-    return FusedChoice::of_torch(inputs, lines, *why_not_hopper);
-  }
-  if (rather_cudnn && wanted_kernel().empty() &&
-      may_be_little_work_for_cudnn(inputs, lines)) {
-    FusedChoice choice =
-        FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
-    if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
-  }
-  return {};
-}
-
 }  // namespace
 
 FusedChoice FusedChoice::of(const AttentionInputs& inputs,
                             std::span<const KeyLines> lines) {
   const auto reason = why_not(
       "hopper", [&] { return longspan::why_not_hopper(inputs, lines); });
-  return choose(inputs, lines, reason, is_cudnn_faster(inputs));
+  return reason ? FusedChoice::of_torch(inputs, lines, *reason) : FusedChoice{};
 }
 
 FusedChoice FusedChoice::of_backward(const AttentionInputs& inputs,
                                      std::span<const KeyLines> lines) {
   const auto reason =
       why_not("hopper", [&] { return why_not_hopper_backward(inputs, lines); });
-  return choose(inputs, lines, reason, is_cudnn_backward_faster(inputs));
+  if (reason) return FusedChoice::of_torch(inputs, lines, *reason);
+  // Where cuDNN needs hardly more than a call, it is faster: measured by
+  // bench/dense_gpu.py.
+  if (wanted_kernel().empty() && may_be_little_work_for_cudnn(inputs, lines)) {
+    FusedChoice choice =
+        FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
+    if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
+  }
+  return {};
 }
 
 FusedChoice FusedChoice::of_torch(const AttentionInputs& inputs,

@@ -27,4 +27,19 @@ __device__ __forceinline__ float bend(float (&score)[kCount], float scale,
   return kLog2e;
 }
 
+/// The same for many tiles: most calls bend nothing.
+struct Bending {
+  float scale, softcap, unit;
+  bool none;
+  __device__ Bending(float scale, float softcap)
+      : scale(scale),
+        softcap(softcap),
+        unit(scale * kLog2e),
+        none(softcap == 0.f && scale > 0.f) {}
+  template <int kCount>
+  __device__ __forceinline__ float of(float (&score)[kCount]) const {
+    return none ? unit : bend(score, scale, softcap);
+  }
+};
+
 }  // namespace longspan::hopper

@@ -131,15 +131,27 @@ __device__ __forceinline__ uint32_t low_bits(int count) {
   return count >= 32 ? ~0u : (1u << max(count, 0)) - 1;
 }
 
-/// Hides what a thread's two rows do not see of a tile of columns, unless every
-/// row sees all of it.
-template <int kCount, class Record>
-__device__ __forceinline__ void hide(float (&score)[kCount],
-                                     const Record& record, int tile, int row,
-                                     int lane) {
-  if (tile >= record.full_first && tile + 2 * kCount <= record.full_last) {
-    return;
+/// The columns of a part, as a loop over its tiles remembers them: what is read
+/// from the record for every tile costs the wait for it.
+struct WorkColumns {
+  int first, last, full_first, full_last;
+  template <class Record>
+  __device__ explicit WorkColumns(const Record& record)
+      : first(record.first_column),
+        last(record.last_column),
+        full_first(record.full_first),
+        full_last(record.full_last) {}
+  /// Whether every row sees all columns of a tile.
+  __device__ bool all_see(int tile, int columns) const {
+    return tile >= full_first && tile + columns <= full_last;
   }
+};
+
+/// Hides what a thread's two rows do not see of a tile of columns.
+template <int kCount, class Record>
+__device__ __forceinline__ void hide_some(float (&score)[kCount],
+                                          const Record& record, int tile,
+                                          int row, int lane) {
   // Bit 2 j + e is column 8 j + e from the thread's first one on.
   uint32_t seen[2][(kCount / 2 + 31) / 32];
 #pragma unroll
@@ -159,6 +171,15 @@ __device__ __forceinline__ void hide(float (&score)[kCount],
     const bool visible = seen[half][bit / 32] >> (bit % 32) & 1;
     score[i] = visible ? score[i] : -INFINITY;
   }
+}
+
+/// The same, unless every row sees all of it.
+template <int kCount, class Record>
+__device__ __forceinline__ void hide(float (&score)[kCount],
+                                     const Record& record, int tile, int row,
+                                     int lane) {
+  if (WorkColumns(record).all_see(tile, 2 * kCount)) return;
+  hide_some(score, record, tile, row, lane);
 }
 
 }  // namespace longspan::hopper

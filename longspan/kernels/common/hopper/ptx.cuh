@@ -71,6 +71,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier,
   }
 }
 
+/// Waits for two, and asks both at once.
+__device__ __forceinline__ void barrier_wait_both(uint32_t one, uint32_t parity,
+                                                  uint32_t other,
+                                                  uint32_t other_parity) {
+  const bool there = barrier_try(one, parity);
+  const bool other_there = barrier_try(other, other_parity);
+  if (there && other_there) return;
+  barrier_wait(one, parity);
+  barrier_wait(other, other_parity);
+}
+
 // ---- Barriers by number, of some warps of a block ------------------------
 
 __device__ __forceinline__ void meet(int number, int threads) {

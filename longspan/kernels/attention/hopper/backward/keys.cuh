@@ -109,11 +109,14 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
   uint32_t weight[4][4];
   // Slopes have the scale where two derivatives are made of them.
   const float times = Plan::kWithQueries ? params.scale : 1.f;
+  const Bending bending(params.scale, Plan::kSoftcap ? params.softcap : 0.f);
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) break;
     int tile = last_tile(small.record[at.slot], Plan::kQueries), head = 0;
+    const int heads = small.record[at.slot].heads;
+    WorkColumns columns(small.record[at.slot]);
 #pragma unroll
     for (int i = 0; i < Plan::kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
@@ -138,21 +141,24 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     // Where there are registers, the scores of a tile are under way before it
     // begins.
     for (; left > 0; --left) {
-      if (tile < small.record[at.slot].first_column) {
+      if (tile < columns.first) {
         arrive(small.record_free[at.slot]);
         at.advance();
         barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
         tile = last_tile(small.record[at.slot], Plan::kQueries);
+        columns = WorkColumns(small.record[at.slot]);
       }
       const uint32_t query =
           kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes;
       const uint32_t dout =
           kSharedBase + Plan::kDout + stage.slot * Plan::kDoutBytes;
+      const uint32_t dout_ready = shared_address(&small.dout_ready[stage.slot]);
       if constexpr (Plan::kWithQueries) {
-        barrier_wait(shared_address(&small.query_ready[stage.slot]),
-                     stage.round);
+        barrier_wait_both(shared_address(&small.query_ready[stage.slot]),
+                          stage.round, dout_ready, stage.round);
+      } else {
+        barrier_wait(dout_ready, stage.round);
       }
-      barrier_wait(shared_address(&small.dout_ready[stage.slot]), stage.round);
       wgmma_fence();
       if constexpr (Plan::kWithQueries) issue_scores();
       issue_pairs<Plan::kType, Plan::kValueBlocks, Plan::kKeyBlock,
@@ -161,9 +167,10 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       wgmma_wait<1>();
       pin(pair);
       // Weights, as the forward kernel found them.
-      const float unit =
-          bend(pair, params.scale, Plan::kSoftcap ? params.softcap : 0.f);
-      hide(pair, small.record[at.slot], tile, key, lane);
+      const float unit = bending.of(pair);
+      if (!columns.all_see(tile, Plan::kQueries)) {
+        hide_some(pair, small.record[at.slot], tile, key, lane);
+      }
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
       if constexpr (!Plan::kSoftcap) {
@@ -282,7 +289,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         arrive(small.dout_free[slot]);
         arrive(small.query_free[slot]);
       }
-      if (++head == small.record[at.slot].heads) {
+      if (++head == heads) {
         head = 0;
         tile -= Plan::kQueries;
       }

@@ -55,14 +55,10 @@ __device__ __forceinline__ void issue_values(
 
 // ---- A warpgroup of arithmetic -------------------------------------------
 
-/// Barriers by number: whose turn it is to ask for products.
-enum DenseMeeting { kTurn0 = 1, kTurn1 = 2 };
-
 template <class Plan>
 __device__ __forceinline__ void attend(const DenseForwardParams& params,
                                        typename Plan::Small& small, int group) {
   const int lane = threadIdx.x % 32;
-  constexpr bool kTurns = !Plan::kNarrow;
   const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
@@ -76,14 +72,14 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
   RunningSoftmax softmax;
-  if (kTurns && group == 1) announce(kTurn0, 256);
+  const Bending bending(params.scale, params.softcap);
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) return;
     const AnswerPlace<Plan::kNarrow> place(small.record[at.slot]);
     int tile = small.record[at.slot].first_column;
-    int last = small.record[at.slot].last_column;
+    WorkColumns columns(small.record[at.slot]);
     begin_sums<Plan::kType>(params, place, query, 0, softmax, out, lane);
     if (left > 0) {
       const uint32_t q = my_query + query_at.slot * Plan::kQueryBytes;
@@ -98,25 +94,28 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       pin(score);
       arrive(small.key_free[key_at.slot]);
       key_at.advance();
-      float unit = bend(score, params.scale, params.softcap);
-      hide(score, small.record[at.slot], tile, query, lane);
-      softmax.weigh(score, unit);
+      const auto weigh = [&] {
+        const float unit = bending.of(score);
+        if (!columns.all_see(tile, Plan::kKeys)) {
+          hide_some(score, small.record[at.slot], tile, query, lane);
+        }
+        softmax.weigh(score, unit);
+      };
+      weigh();
       softmax.rescale(out);
       pack_weights<Plan>(weight, score);
       while (--left > 0) {
         tile += Plan::kKeys;
-        if (tile >= last) {
+        if (tile >= columns.last) {
           arrive(small.record_free[at.slot]);
           at.advance();
           barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
           tile = small.record[at.slot].first_column;
-          last = small.record[at.slot].last_column;
+          columns = WorkColumns(small.record[at.slot]);
         }
-        barrier_wait(shared_address(&small.key_ready[key_at.slot]),
-                     key_at.round);
-        barrier_wait(shared_address(&small.value_ready[value_at.slot]),
-                     value_at.round);
-        if (kTurns) meet(kTurn0 + group, 256);
+        barrier_wait_both(
+            shared_address(&small.key_ready[key_at.slot]), key_at.round,
+            shared_address(&small.value_ready[value_at.slot]), value_at.round);
         wgmma_fence();
         issue_scores<Plan>(
             score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
@@ -124,14 +123,12 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
         issue_values<Plan>(out, weight,
                            values + value_at.slot * Plan::kValueBytes);
         wgmma_commit();
-        if (kTurns) announce(kTurn1 - group, 256);
         wgmma_wait<1>();
         pin(score);
         arrive(small.key_free[key_at.slot]);
         key_at.advance();
-        unit = bend(score, params.scale, params.softcap);
-        hide(score, small.record[at.slot], tile, query, lane);
-        softmax.weigh(score, unit);
+        weigh();
+        softmax.settle();
         wgmma_wait<0>();
         pin(out);
         arrive(small.value_free[value_at.slot]);

@@ -23,29 +23,40 @@ struct RunningSoftmax {
   /// Scores become weights; `factor` says what the sums before need.
   template <int kCount>
   __device__ __forceinline__ void weigh(float (&score)[kCount], float unit) {
-    float greatest[2] = {-INFINITY, -INFINITY};
+    // Of even and odd columns, so that fewer wait for the one before.
+    float greatest[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      greatest[i / 2 & 1] = fmaxf(greatest[i / 2 & 1], score[i]);
+      float& most = greatest[i / 2 & 1][i & 1];
+      most = fmaxf(most, score[i]);
     }
     float shift[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float top = quad_max(greatest[i]) * unit;
+      const float top = quad_max(fmaxf(greatest[i][0], greatest[i][1])) * unit;
       const bool raised = top > high[i] + kDenseSlack;
       const float before = high[i];
       high[i] = raised ? top : before;
       factor[i] = raised ? exp2_fast(before - top) : 1.f;
       shift[i] = high[i] == -INFINITY ? 0.f : high[i];
     }
-    float more[2] = {0.f, 0.f};
+    float more[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       score[i] = exp2_fast(fmaf(score[i], unit, -shift[i / 2 & 1]));
-      more[i / 2 & 1] += score[i];
+      more[i / 2 & 1][i & 1] += score[i];
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sum[i] = fmaf(sum[i], factor[i], more[i]);
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = fmaf(sum[i], factor[i], more[i][0] + more[i][1]);
+    }
+  }
+
+  /// What stands behind this begins when the weights are made. ptxas asks for
+  /// the end of products as early as it can, and weights would wait for it; but
+  /// not before a branch on them. No sum of weights is negative.
+  __device__ __forceinline__ void settle() const {
+    if (sum[0] < 0.f || sum[1] < 0.f) __trap();
   }
 
   /// To a maximum that was found elsewhere.

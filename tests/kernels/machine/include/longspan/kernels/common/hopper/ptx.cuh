@@ -24,6 +24,11 @@ inline void barrier_arrive(uint32_t barrier) {
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   machine::barrier_wait(barrier, parity);
 }
+inline void barrier_wait_both(uint32_t one, uint32_t parity, uint32_t other,
+                              uint32_t other_parity) {
+  barrier_wait(one, parity);
+  barrier_wait(other, other_parity);
+}
 inline void meet(int number, int threads) {
   machine::meet(number, threads, true);
 }
