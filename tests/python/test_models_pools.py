@@ -12,6 +12,7 @@ import torch
 import longspan
 from longspan import Group, Ownership, comm, dsa, run_ranks
 from longspan._local_batch import KEYWORD
+from longspan._recipes.deepseek_v4 import _rotated
 
 pytest.importorskip("transformers")
 
@@ -54,6 +55,30 @@ def exactly(case: str, ranks: int, **options: Any) -> None:
 @pytest.mark.parametrize("case", EVERY)
 def test_it_is_each_document_alone(case: str, ranks: int) -> None:
     exactly(case, ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_channels_turn_as_the_family_turns_them(dtype: torch.dtype) -> None:
+    """The same bits, there and back; the derivative is rounded once, where theirs is more often."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    x, dout = torch.randn(2, 2, 7, 3, 12).to(dtype)
+    angles = torch.randn(2, 7, 4)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for inverse in (False, True):
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        turned = _rotated(ours, cos.unsqueeze(2), sin.unsqueeze(2), inverse)
+        signed = -sin if inverse else sin
+        expected = apply_rotary_pos_emb(theirs, cos, signed, unsqueeze_dim=2)
+        torch.testing.assert_close(turned, expected, rtol=0, atol=0)
+        turned.backward(dout)
+        expected.backward(dout)
+        exact = [t.double() for t in (dout, cos.unsqueeze(2), sin.unsqueeze(2))]
+        true = _rotated(exact[0], exact[1], exact[2], not inverse)
+        assert ours.grad is not None and theirs.grad is not None
+        off = (ours.grad - true).abs().max()
+        assert off <= (theirs.grad - true).abs().max() and off < 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in longspan.values.named_layouts()])

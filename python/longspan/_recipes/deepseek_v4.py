@@ -16,7 +16,6 @@ and after, hyper-connections and experts are per token and the family's own.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,14 +53,12 @@ def _forward(
         raise not_sharded(module)
     check_no_cache(module, past_key_values)
     check_no_dropout(module, module.attention_dropout if module.training else 0.0)
-    rotate = _rotation()
     cos, sin = position_embeddings[module.rope_layer_type]
     heads = (*hidden_states.shape[:-1], -1, module.head_dim)
     residual = module.q_a_norm(module.q_a_proj(hidden_states))
     q = module.q_b_norm(module.q_b_proj(residual).view(heads).transpose(1, 2))
-    q = rotate(q, cos, sin).transpose(1, 2)
-    kv = module.kv_norm(module.kv_proj(hidden_states)).view(heads).transpose(1, 2)
-    kv = rotate(kv, cos, sin).squeeze(1)
+    q = _rotated(q.transpose(1, 2), cos.unsqueeze(2), sin.unsqueeze(2))
+    kv = _rotated(module.kv_norm(module.kv_proj(hidden_states)), cos, sin)
     with in_layer_of(module):
         rows, lists = _window(local, kv, module.sliding_window)
         if module.compressor is not None:
@@ -79,7 +76,7 @@ def _forward(
         )
     assert isinstance(out, torch.Tensor)
     # Values carry their rotation, which is taken back at the query's position.
-    out = rotate(out.view_as(q).transpose(1, 2), cos, -sin).transpose(1, 2)
+    out = _rotated(out.view_as(q), cos.unsqueeze(2), sin.unsqueeze(2), inverse=True)
     grouped = out.reshape(*hidden_states.shape[:-1], module.config.o_groups, -1)
     return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
 
@@ -113,8 +110,7 @@ def _compressed(
     cos, sin = compressor.rotary_emb(
         normed, position_ids=positions, layer_type=compressor.rope_layer_type
     )
-    turned: torch.Tensor = _rotation()(normed[None, None], cos, sin)
-    return turned[0, 0], plan
+    return _rotated(normed, cos[0], sin[0]), plan
 
 
 @torch.no_grad()
@@ -132,7 +128,7 @@ def _selected(
         hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type
     )
     q = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
-    q = _rotation()(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)
+    q = _rotated(q, cos.unsqueeze(2), sin.unsqueeze(2)).flatten(0, 1)
     scorer = indexer.scorer
     # A positive factor passes through max(0, .), so the scores' scale goes here.
     weights = scorer.weights_proj(hidden_states).float().flatten(0, 1)
@@ -148,9 +144,12 @@ def _selected(
     return chosen
 
 
-def _rotation() -> Any:
-    """The family's own, of the last channels."""
-    return sys.modules[_MODULE].apply_rotary_pos_emb
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False
+) -> torch.Tensor:
+    """What the family's apply_rotary_pos_emb makes of the last channels, with -sin if `inverse`;
+    but in the order of tokens, and without its slices, whose derivatives are as large as x."""
+    return dsa.rotate_channels(x, cos, sin, first=-2 * cos.shape[-1], inverse=inverse)
 
 
 def _overlaps(compressor: Any) -> bool:
