@@ -1,15 +1,17 @@
 """Hooks that users put on modules: code of a model that no class shows, so no twin has it.
 
 Those of libraries whose hooks leave tokens alone are known. Of the others, those that were there
-when a model was parallelized are watched while it is looked at; later ones are refused.
+when a model was parallelized are watched while it is looked at; later ones are refused, but for
+those of one call that only look.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,12 +65,12 @@ def guests_of(module: nn.Module) -> list[Any]:
     return [hook for hook in every if not _is_known(hook)]
 
 
-def newcomer(now: Iterable[Guest], before: Iterable[Guest]) -> Guest | None:
-    """One that was not there before."""
+def newcomers(now: Iterable[Guest], before: Iterable[Guest]) -> list[Guest]:
+    """Those that were not there before."""
     known: dict[int, list[Any]] = {}
     for guest in before:
         known.setdefault(id(guest.module), []).append(guest.hook)
-    return next((one for one in now if one.hook not in known.get(id(one.module), ())), None)
+    return [one for one in now if one.hook not in known.get(id(one.module), ())]
 
 
 def adds_noise(guest: Guest) -> bool:
@@ -80,17 +82,9 @@ def adds_noise(guest: Guest) -> bool:
 def changes(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
     """The names of those whose hooks changed, inside, what they take or give."""
     found: set[str] = set()
-    handles = []
+    handles: list[Any] = []
     for name, module in modules.items():
-        before: list[Any] = []
-
-        def note(_: Any, *seen: Any, before: list[Any] = before) -> None:
-            before.append(_versions(seen))
-
-        def compare(_: Any, *seen: Any, before: list[Any] = before, name: str = name) -> None:
-            if before.pop() != _versions(seen):
-                found.add(name)
-
+        note, compare = _pair(functools.partial(found.add, name))
         for begin in (
             functools.partial(module.register_forward_pre_hook, with_kwargs=True),
             functools.partial(module.register_forward_hook, with_kwargs=True),
@@ -101,6 +95,117 @@ def changes(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _pair(tell: Callable[[], Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks for before and after others, which tell when those changed something."""
+    before: list[Any] = []
+
+    def note(_: Any, *seen: Any) -> None:
+        before.append(_versions(seen))
+
+    def compare(_: Any, *seen: Any) -> None:
+        if before.pop() != _versions(seen):
+            tell()
+
+    return note, compare
+
+
+def _watch(module: nn.Module, hooks: Sequence[Any], tell: Callable[[], Any]) -> list[Any]:
+    """Tells when these hooks on a module changed something; handles to end that. Others, which
+    cast and wrap, keep their places and are not looked at."""
+    handles: list[Any] = []
+    every: Any
+    for every, register in (
+        (module._forward_pre_hooks, module.register_forward_pre_hook),
+        (module._forward_hooks, module.register_forward_hook),
+    ):
+        begin = functools.partial(register, with_kwargs=True)
+        for key in list(every) if any(one in hooks for one in every.values()) else ():
+            pair = _pair(tell) if every[key] in hooks else ()
+            handles += map(begin, pair[:1])
+            every.move_to_end(key)
+            handles += map(begin, pair[1:])
+    return handles
+
+
+class Lookout:
+    """Hooks that came after `shard` had a look, for one call. Those that only look may stay; one
+    that changes what its module takes or gives is refused when it does."""
+
+    def __init__(self, model: nn.Module, before: Iterable[Guest]) -> None:
+        self._model = model
+        self._before = list(before)
+        every: list[Mapping[int, Any]] = [
+            of_all._global_forward_pre_hooks,
+            of_all._global_forward_hooks,
+        ]
+        for _, module in walked(model):
+            every += (module._forward_pre_hooks, module._forward_hooks)
+        self._every = every
+        #: The numbers that torch gave hooks when there was no newcomer; it gives each once.
+        self._usual = self._numbers()
+        #: While a call is watched: those of its modules, and what there was in all.
+        self._inside: set[int] = set()
+        self._watched: list[int] = []
+        self._handles: list[Any] = []
+
+    def begin(self, part: nn.Module) -> None:
+        """A call of a model of transformers begins, perhaps inside of another's."""
+        now = self._numbers()
+        if now == self._usual or (now == self._watched and id(part) in self._inside):
+            return
+        if self._handles:  # of a call that raised
+            self.end()
+            now = self._numbers()
+        came = newcomers(guests_in(self._model), self._before)
+        if came:
+            self._look_at(part, came)
+        else:
+            self._usual = now
+
+    def _look_at(self, part: nn.Module, came: Iterable[Guest]) -> None:
+        who = type(part).__name__
+        self._inside = {id(module) for _, module in walked(part)}
+        for guest in came:
+            if _is_around(guest, part):
+                _refuse(who, guest, "nobody sees there what it does to this call")
+        hooked: dict[int, list[Guest]] = {}
+        for guest in came:
+            if id(guest.module) in self._inside:
+                hooked.setdefault(id(guest.module), []).append(guest)
+        for first, *more in hooked.values():
+            why = "changes what this module takes or gives"
+            tell = functools.partial(_refuse, who, first, why)
+            assert first.module is not None
+            self._handles += _watch(first.module, [one.hook for one in (first, *more)], tell)
+        self._handles.append(part.register_forward_hook(lambda *_: self.end()))
+        self._watched = self._numbers()
+
+    def _numbers(self) -> list[int]:
+        return list(chain.from_iterable(self._every))
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched = []
+
+
+def _is_around(guest: Guest, part: nn.Module) -> bool:
+    """Whether it had its turn before a call of `part` could be watched, or has it afterwards."""
+    if guest.module is None:
+        return True
+    if guest.module is part:
+        return guest.hook in part._forward_pre_hooks.values()
+    return any(module is part for _, module in walked(guest.module))
+
+
+def _refuse(who: str, guest: Guest, why: str) -> None:
+    raise ValueError(
+        f"{who}: {guest} came after the batch was cut, and {why}; put it there before "
+        f"longspan.parallelize, or let it look only, from a module inside"
+    )
 
 
 def _versions(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from longspan._agreement import Agreement
 from longspan._arguments import check_flags, check_kind, speaking_as, wrong
 from longspan._attention import AttentionLayout, attend, layout_named, plan
 from longspan._group import Group, ranks_of
-from longspan._hooks import Guest, guests_in
+from longspan._hooks import Guest, Lookout, guests_in
 from longspan._local_batch import KEYWORD, real_tokens
 from longspan._pools import HaloPlan, PoolPlan, tokens_before
 from longspan._remarks import Targets
@@ -183,6 +183,8 @@ class Parallelized:
     settings: Settings | None = None
     #: Hooks of users that were there.
     guests: list[Guest] = field(default_factory=list)
+    #: Who looks for others in calls.
+    lookout: Lookout | None = None
     #: Where the model looks for ready masks, in the mapping it takes as attention_mask.
     masks: tuple[str, ...] = ()
     #: What `restore` puts back: (object, attribute, value or _ABSENT).
@@ -235,6 +237,8 @@ class Parallelized:
         for _, handle in self.hooks:
             handle.remove()
         self.hooks.clear()
+        if self.lookout is not None:
+            self.lookout.end()
         for original, ours, before in self.configs:
             keep_edits(ours, original, before)
         while self.undo:
@@ -588,6 +592,7 @@ def set_up(model: torch.nn.Module, state: Parallelized) -> None:
     state.seen = _transformers.inventory(model)
     state.settings = _transformers.settings_of(model, state)
     state.guests = guests_in(model)
+    state.lookout = Lookout(model, state.guests)
 
 
 def restore(model: Model) -> Model:

@@ -20,7 +20,7 @@ import torch
 from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
-from longspan._hooks import guests_in, newcomer
+from longspan._hooks import guests_in, newcomers
 from longspan._images import beside_towers, check_pictures, configured, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
@@ -251,11 +251,11 @@ def check_settings(who: str, state: Parallelized) -> None:
 def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
     """That a model still consists of what was let in."""
     check_settings("shard", state)
-    guest = newcomer(guests_in(model), state.guests)
-    if guest is not None:
+    came = newcomers(guests_in(model), state.guests)
+    if came:
         raise ValueError(
-            f"shard: {guest} came after the model was parallelized, and nobody has looked at what "
-            f"it does to tokens; put it there before, or {_AGAIN}"
+            f"shard: {came[0]} came after the model was parallelized, and nobody has looked at "
+            f"what it does to tokens; put it there before, or {_AGAIN}"
         )
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
@@ -327,7 +327,9 @@ def _look_for_mask(
     _check_no_mask(module, given.get("attention_mask"))
     check_inputs(type(module).__name__, given)
     if not torch.compiler.is_compiling():
-        check_settings(type(module).__name__, vars(module)[MARK])
+        state = vars(module)[MARK]
+        check_settings(type(module).__name__, state)
+        state.lookout.begin(module)
         _check_shifted(module, given)
         check_every_layer(type(module).__name__, module)
     if has_loss(module):

@@ -21,6 +21,7 @@ from oracle import tiny_images
 from oracle.tiny_decoders import decoder, packed
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from longspan._local_batch import KEYWORD
 from longspan.proof import prove
 
 CASE = packed([7, 5])
@@ -287,6 +288,85 @@ def test_hooks_that_go_and_come_back() -> None:
         model(**local)  # of this call alone
     assert len(seen) == 1
     longspan.shard(CASE.batch, model=model)
+
+
+def negated(_: nn.Module, __: Any, out: Any) -> Any:
+    return type(out)(logits=-out.logits)
+
+
+OF_ONE_CALL = {
+    "after a module": (after(MLP, centred), "LlamaMLP"),
+    "before a module": (before(MLP, centred_before), "LlamaMLP"),
+    "on what is handed by name": (before(ATTENTION, first_token, with_kwargs=True), "Attention"),
+    "in place": (after(MLP, lambda _, __, out: out.mul_(2)), "LlamaMLP"),
+    "after the model": (
+        after("", lambda _, __, out: type(out)(logits=-out.logits)),
+        "LlamaForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_ONE_CALL)
+def test_a_hook_of_one_call_that_changes_something_is_refused(what: str) -> None:
+    put, kind = OF_ONE_CALL[what]
+    models = [decoder("llama").eval(), decoder("llama").eval()]
+
+    def body(group: Group) -> str:
+        model = longspan.parallelize(models[group.rank()], group)
+        local = longspan.shard(CASE.batch, group, model=model)
+        right = model(**local).logits
+        with put(model), pytest.raises(ValueError) as raised:
+            model(**local)
+        assert model(**local).logits.equal(right)
+        return str(raised.value)
+
+    (message,) = set(run_ranks(2, body))
+    assert message.startswith("LlamaForCausalLM: the hook "), message
+    assert f"{kind}) came after the batch" in message or f"on {kind} came after" in message
+    assert "changes what this module takes or gives; put it there before" in message
+    for model in models:
+        longspan.restore(model)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_hook_of_one_call_may_look_beside_others_that_change() -> None:
+    """As fully_shard's do, which cast; each keeps its turn."""
+    model = decoder("llama").eval()
+    model.model.norm.register_forward_hook(doubled)
+    longspan.parallelize(model)
+    local = longspan.shard(CASE.batch, model=model)
+    wanted, turns = model(**local).logits, []
+
+    def looks(turn: int, _: nn.Module, __: Any, out: Tensor) -> None:
+        turns.append((turn, float(out.detach().sum())))
+
+    with (
+        model.model.norm.register_forward_hook(functools.partial(looks, 2)),
+        model.model.norm.register_forward_hook(functools.partial(looks, 1), prepend=True),
+    ):
+        assert model(**local).logits.equal(wanted)
+    (one, half), (two, whole) = turns
+    assert (one, two) == (1, 2)
+    assert whole == pytest.approx(2 * half)
+
+
+def test_hooks_of_one_call_around_the_model() -> None:
+    """Nobody sees what these change, so they may not even look."""
+    model = longspan.parallelize(decoder("llama"))
+    local = longspan.shard(CASE.batch, model=model)
+    around = "came after the batch was cut, and nobody sees there what it does to this call"
+    for put in (
+        lambda: model.register_forward_pre_hook(quiet),
+        lambda: nn.modules.module.register_module_forward_hook(quiet),
+    ):
+        with put(), pytest.raises(ValueError, match=around):
+            model(**local)
+    with model.register_forward_hook(quiet):
+        model(**local)
+    inner = pytest.raises(ValueError, match=f"^LlamaModel: the hook quiet on .* {around}")
+    with model.register_forward_hook(quiet), inner:
+        model.model(**{key: local[key] for key in ("input_ids", "position_ids", KEYWORD)})
+    model(**local)
 
 
 def test_one_rank_may_look_alone() -> None:
