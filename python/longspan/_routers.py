@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 ASKED = "output_router_logits"
 #: Where an answer keeps the experts that were chosen, for `expert_counts`.
 _CHOSEN = "_longspan_experts"
+#: What PhiMoE chooses experts with: in training it draws them, and the number that configurations
+#: call router_jitter_noise is a threshold of it.
+_DRAWS, _THRESHOLD = "sparsemixer", "router_jitter_noise"
 
 
 def balance_loss(
@@ -106,8 +110,12 @@ class _Seen:
 
 def redirect(part: PreTrainedModel, state: Parallelized) -> None:
     """Lets a causal model with routers answer with losses of the whole batch."""
-    routers = _routers(part) if _makes_loss(part) else []
+    routers = _routers(part)
     if not routers:
+        return
+    noise = _noise_in(part, routers)
+    state.look_before(part, functools.partial(_look_for_noise, noise))
+    if not _makes_loss(part):
         return
     original = part.forward
 
@@ -116,8 +124,6 @@ def redirect(part: PreTrainedModel, state: Parallelized) -> None:
         local = options.get(KEYWORD)
         asked = options.get(ASKED)
         wanted = getattr(part.config, ASKED, False) if asked is None else asked
-        if part.training and isinstance(local, LocalAttention):
-            check_jitter(type(part).__name__, part)
         if not wanted or not isinstance(local, LocalAttention):
             return original(*arguments, **options)
         options[ASKED] = False
@@ -195,10 +201,9 @@ def _check_gradients(name: str, part: nn.Module, seen: _Seen) -> None:
 def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) -> None:
     """What a batch asks of routers, and what cannot be answered."""
     asked = batch.get(ASKED)
-    noisy = model.training and _recorder(model) is not None
     for part in parts:
-        if noisy:
-            check_jitter("shard", part)
+        if part.training and (routers := _routers(part)):
+            _check_noise("shard", part, _noise_in(part, routers))
         wanted = getattr(part.config, ASKED, False) if asked is None else asked
         if wanted and _makes_loss(part):
             if not _routers(part):
@@ -233,29 +238,65 @@ def check_model(part: PreTrainedModel) -> None:
         _check_loss(part)
 
 
-def check_jitter(who: str, part: PreTrainedModel) -> None:
-    """Refuses noise on what routers see, which modules keep from the configuration that they
-    were made with: one that says 0 now does not switch it off."""
-    if not _routers(part):
-        return
-    for where, key, value in _jitters(part):
-        if isinstance(value, (int, float)) and value > 0:
-            raise NotImplementedError(
-                f"{who}: {type(part).__name__} multiplies what its routers see by noise in "
-                f"training ({key} {where}is {value:g}), which would depend on the ranks; set it "
-                f"to 0{', in every module' if where else ''}"
-            )
+class _Noise(NamedTuple):
+    """Where it may be."""
+
+    #: Names and values of the configuration, of those in it, and of modules, which keep them from
+    #: the configuration that they were made with: one that says 0 now does not switch it off.
+    jitters: list[tuple[str, dict[str, Any], str]]
+    #: Routers that draw whom they choose.
+    drawing: list[tuple[str, nn.Module]]
 
 
-def _jitters(part: PreTrainedModel) -> Iterator[tuple[str, str, Any]]:
-    """Of the configuration and those in it, and of modules: where, name, value."""
+def _noise_in(part: PreTrainedModel, routers: Sequence[_Router]) -> _Noise:
     inside = [value for value in vars(part.config).values() if hasattr(value, "to_dict")]
-    for config in (part.config, *inside):
-        yield from (("", key, value) for key, value in vars(config).items() if "jitter" in key)
+    holders: list[tuple[str, Any]] = [("", part.config), *(("", config) for config in inside)]
+    mine = {id(router.module) for router in routers}
+    drawing = []
     for name, module in walked(part):
-        for key, value in vars(module).items():
-            if "jitter" in key:
-                yield f"of '{name}' ", key, value
+        holders.append((f"of '{name}' ", module))
+        if id(module) in mine and _DRAWS in _names_in(type(module).forward):
+            drawing.append((name, module))
+    found = [
+        (where, vars(one), key) for where, one in holders for key in vars(one) if "jitter" in key
+    ]
+    return _Noise(found, drawing)
+
+
+def _names_in(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What its code looks up by name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _look_for_noise(
+    noise: _Noise, part: PreTrainedModel, _: tuple[Any, ...], arguments: dict[str, Any]
+) -> None:
+    if part.training and isinstance(arguments.get(KEYWORD), LocalAttention):
+        _check_noise(type(part).__name__, part, noise)
+
+
+def _check_noise(who: str, part: PreTrainedModel, noise: _Noise) -> None:
+    """Refuses in training what would be another with other ranks: draws of whom routers choose,
+    and noise on what they see."""
+    for name, module in noise.drawing:
+        if module.training:
+            raise NotImplementedError(
+                f"{who}: '{name}' ({type(module).__name__}) draws its experts at random in "
+                f"training ({_DRAWS}), which would depend on the ranks; put every router of "
+                f"{type(part).__name__} in eval mode, where it chooses the likeliest"
+            )
+    for where, own, key in noise.jitters:
+        value = own.get(key)
+        if not isinstance(value, (int, float)) or value <= 0:
+            continue
+        if noise.drawing and key == _THRESHOLD:
+            continue
+        raise NotImplementedError(
+            f"{who}: {type(part).__name__} multiplies what its routers see by noise in "
+            f"training ({key} {where}is {value:g}), which would depend on the ranks; set it "
+            f"to 0{', in every module' if where else ''}"
+        )
 
 
 def _makes_loss(part: PreTrainedModel) -> bool:

@@ -237,6 +237,39 @@ def test_noise_in_a_configuration_inside() -> None:
         longspan.shard(packed([7, 5]).batch, model=model)
 
 
+def test_noise_of_a_model_without_a_head() -> None:
+    model = longspan.parallelize(decoder("mixtral", router_jitter_noise=0.1).model)
+    batch = packed([7, 5]).batch
+    local = longspan.shard(batch, model=model.eval())
+    model(**local)
+    with pytest.raises(NotImplementedError, match="MixtralModel: MixtralModel multiplies"):
+        model.train()(**local)
+
+
+def test_routers_that_draw_whom_they_choose() -> None:
+    """Its router_jitter_noise is a threshold, and the noise on what routers see another number."""
+    model = longspan.parallelize(decoder("phimoe"))
+    assert model.config.router_jitter_noise > 0 == model.config.input_jitter_noise
+    batch = packed([7, 5]).batch
+    local = longspan.shard(batch, model=model)
+    wanted = model(**local).logits
+    message = (
+        r"'model.layers.0.mlp.router' \(PhimoeTopKRouter\) draws its experts at random in training "
+        r"\(sparsemixer\), .*; put every router of"
+    )
+    with pytest.raises(NotImplementedError, match="^shard: " + message):
+        longspan.shard(batch, model=model.train())
+    with pytest.raises(NotImplementedError, match="^PhimoeForCausalLM: " + message):
+        model(**local)
+    for layer in model.model.layers:
+        layer.mlp.router.eval()
+    local = longspan.shard(batch, model=model)
+    assert model(**local).logits.equal(wanted)
+    model.config.input_jitter_noise = 0.1
+    with pytest.raises(NotImplementedError, match=r"\(input_jitter_noise is 0.1\)"):
+        longspan.shard(batch, model=model)
+
+
 def test_a_router_loss_that_is_another() -> None:
     """It is the function that is tried, not its name."""
     from longspan import _routers
