@@ -25,20 +25,37 @@ def reduce_loss(sum: torch.Tensor, count: torch.Tensor | int, group: Any = None)
     check_tensors("reduce_loss", sum=sum)
     if isinstance(count, torch.Tensor):
         check_tensors("reduce_loss", count=count)
-        if count.dtype == torch.bool:
+        if count.dtype == torch.bool or count.is_complex():
             raise wrong("reduce_loss", "count", count, "the number of this rank's tokens")
+        known = _value_of(count)
+        if known is not None:
+            _check_count(known)
     else:
         check_number("reduce_loss", "count", count)
         if is_whole(count):
             check_whole("reduce_loss", "count", count)
-        if not 0 <= count < math.inf:
-            raise ValueError(
-                f"reduce_loss: `count` is {count}; expected the number of this rank's tokens, 0 or "
-                f"more"
-            )
+        _check_count(count)
         count = torch.tensor(count, device=sum.device)
     mean: torch.Tensor = torch.ops.longspan.reduce_loss(sum, count, ranks.name)
     return mean
+
+
+def _value_of(count: torch.Tensor) -> Any:
+    """None where the host would wait for it, and where transforms and tracing have no values."""
+    plain = type(count) is torch.Tensor and count.is_cpu and count.numel() == 1
+    if not plain or torch.compiler.is_compiling():
+        return None
+    try:
+        return count.item()
+    except RuntimeError:  # inside of vmap
+        return None
+
+
+def _check_count(count: Any) -> None:
+    if not 0 <= count < math.inf:
+        raise ValueError(
+            f"reduce_loss: `count` is {count}; expected the number of this rank's tokens, 0 or more"
+        )
 
 
 @torch.no_grad()

@@ -41,6 +41,15 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "reduce_loss: `count` is a bool tensor; expected the number of this rank's tokens": lambda: (
         longspan.reduce_loss(torch.tensor(1.0), torch.tensor(True))
     ),
+    "reduce_loss: `count` is -2; expected the number of this rank's tokens, 0 or more": lambda: (
+        longspan.reduce_loss(torch.tensor(1.0), torch.tensor(-2))
+    ),
+    "reduce_loss: `count` is inf; expected the number of this rank's tokens, 0 or more": lambda: (
+        longspan.reduce_loss(torch.tensor(1.0), torch.tensor([float("inf")]))
+    ),
+    "reduce_loss: `count` is a complex64 tensor; expected the number of this rank's tokens": (
+        lambda: longspan.reduce_loss(torch.tensor(1.0), torch.tensor(2j))
+    ),
     "which_kernel: `third` is None; expected a dense tensor": lambda: longspan.which_kernel(
         Q, Q, None
     ),

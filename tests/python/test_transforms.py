@@ -109,3 +109,10 @@ def test_layouts_made_inside_of_a_transform_are_constants() -> None:
 
     found = torch.func.vmap(made_inside)(torch.stack([Q, 2 * Q]))
     torch.testing.assert_close(found[1], made_inside(2 * Q))
+
+
+def test_vmap_of_a_mean_loss() -> None:
+    """Counts have no values inside."""
+    sums, counts = torch.tensor([2.0, 6.0]), torch.tensor([2, 3])
+    found = torch.func.vmap(lambda s, c: longspan.reduce_loss(s, c))(sums, counts)
+    assert found.tolist() == [1.0, 2.0]
