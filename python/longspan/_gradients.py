@@ -20,6 +20,7 @@ from longspan._agreement import tells_ranks
 from longspan._arguments import check_whole
 from longspan._group import Group, ranks_of
 from longspan._reporting import note_step
+from longspan._walking import walked
 from longspan._wrappings import (
     Trained,
     is_sharded,
@@ -35,7 +36,7 @@ _ADD, _SCALE, _LEAVE = "add", "scale", "leave"
 # What a rank reports about a gradient that it has or lacks.
 _MISSING, _DENSE, _DONE, _ADDED_TO, _SPARSE, _COPIED = range(6)
 #: Numbers of a summed gradient by which a copy of it is known.
-_ENOUGH = 4096
+_ENOUGH, _FEW = 4096, 16
 
 
 @torch.no_grad()
@@ -88,6 +89,7 @@ def sum_gradients(model: nn.Module, group: Any, *, bucket_bytes: int = 1 << 26) 
     if ranks.size() > 1:
         changed = [t.parameter for t, way in zip(trained, ways, strict=True) if way != _LEAVE]
         _keep_sample(changed)
+        _keep_some(model, changed)
         _remarks.watch_scale([one.parameter for one in trained if one.reduction is None])
 
 
@@ -149,7 +151,7 @@ def _agree_on_states(
         for one, way in zip(trained, ways, strict=True)
     ]
     rescaled = _only_rescaled(trained)
-    mine = bytes(_state(one, rescaled) for one in trained)
+    mine = bytes(_with_copies(trained, [_state(one, rescaled) for one in trained]))
     hashes = [_C.hash_of(repr((bucket_bytes, table)).encode()), _C.hash_of(mine)]
     words = [0 if refusal is None else 1, *(h & (1 << 63) - 1 for h in hashes)]
     if group.size() > 1:
@@ -349,6 +351,55 @@ def _is_copy(parameter: nn.Parameter, grad: Tensor) -> bool:
     if (found.shape, found.dtype, found.device) != (kept.shape, kept.dtype, kept.device):
         return False
     return bool(kept.any()) and torch.equal(found, kept)
+
+
+#: Some numbers of every gradient that was summed: all of these, and where they begin.
+_some: Any = WeakIdKeyDictionary()
+
+
+def _keep_some(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    tables = {id(m.weight) for _, m in walked(model) if isinstance(m, nn.Embedding)}
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Parameter, Tensor]]] = {}
+    for parameter in parameters:
+        if parameter.grad is None or not is_dense(parameter.grad):
+            continue
+        found = _some_of(parameter.grad, id(parameter) in tables)
+        kinds.setdefault((found.dtype, found.device), []).append((parameter, found))
+    for members in kinds.values():
+        every, at = torch.cat([found for _, found in members]), 0
+        for parameter, found in members:
+            _some[parameter] = every, at, id(parameter) in tables
+            at += len(found)
+
+
+def _some_of(grad: Tensor, is_table: bool) -> Tensor:
+    """The first, or the largest of a table: its first words may not have come."""
+    own = local_part(grad).detach()
+    if is_table and own.numel():
+        return own.abs().max().view(1)
+    return (own.view(-1) if own.is_contiguous() else own.flatten())[:_FEW]
+
+
+def _with_copies(trained: Sequence[Trained], states: list[int]) -> list[int]:
+    """With those told apart that are copies of sums, where others are sums still: new ones
+    beside these are rare, so that nobody else is looked at."""
+    if _DONE not in states or _DENSE not in states:
+        return states
+    return [
+        _COPIED if state == _DENSE and _has_some_of(one.parameter) else state
+        for one, state in zip(trained, states, strict=True)
+    ]
+
+
+def _has_some_of(parameter: nn.Parameter) -> bool:
+    kept, grad = _some.get(parameter), parameter.grad
+    if kept is None or grad is None or mark_of(grad) is not None:
+        return False
+    every, at, is_table = kept
+    found = _some_of(grad, is_table)
+    if (found.dtype, found.device) != (every.dtype, every.device):
+        return False
+    return bool(found.any()) and torch.equal(found, every[at : at + len(found)])
 
 
 # ---- Sums.

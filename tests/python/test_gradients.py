@@ -277,6 +277,26 @@ def test_a_copy_of_a_sum_is_not_summed_again(copied_by: int) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("copied", ["0.weight", "1.bias"])
+def test_a_copy_of_some_sums_is_not_summed_again(copied: str) -> None:
+    """As of trainers that move, or keep, the gradients of some layers."""
+
+    def body(group: Group) -> None:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        step(model, group)
+        parameter = model.get_parameter(copied)
+        parameter.grad = parameter.grad.clone()
+        with pytest.raises(ValueError, match=f"`{copied}` is a copy of one that was summed"):
+            longspan.sum_gradients(model, group)
+        parameter.grad = torch.ones_like(parameter)  # by hand
+        longspan.sum_gradients(model, group)
+        assert bool((parameter.grad == 2).all())
+        model.zero_grad()
+        step(model, group)  # and goes on
+
+    run_ranks(2, body)
+
+
 def test_gradients_that_no_backward_made_are_summed() -> None:
     """Set by hand, with a copy before the sum, and zeros."""
 
