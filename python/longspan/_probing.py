@@ -26,7 +26,7 @@ TOKENS = 37
 #: otherwise.
 SCANNED = 10
 #: Of gradients; eager attention of transformers has a float32 softmax.
-_GRADIENTS = 3e-4
+GRADIENTS = 3e-4
 #: Inside, random numbers are those of one seed.
 Draws = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -238,6 +238,6 @@ def off_by(
         # Of gradients that cancel out nothing but rounding is left.
         least = max(float(gradient.abs().max()), 1e-4 * largest)
         error = float((other - gradient).abs().max()) / least
-        if not error <= rounding * _GRADIENTS:
+        if not error <= rounding * GRADIENTS:
             wrong = key, error
     return wrong

@@ -40,6 +40,7 @@ from longspan._probing import (
 )
 from longspan._proving_training import (
     buffers_kept,
+    check_backward,
     check_in_training,
     check_states,
     check_sums,
@@ -107,6 +108,7 @@ def check_model_itself(model: Any, guests: Sequence[Guest] = ()) -> list[str]:
             with buffers_kept(model):
                 check_in_training(model, tolerance, draws)
             check_states(model, tolerance, draws)
+            check_backward(model, tolerance, draws)
             model.eval()
             state.put_back()
             _check_masks(model, state.layers)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longspan._backward import Gradients, in_training
+from longspan._backward import gradients_of as backward_of
 from longspan._probing import (
+    GRADIENTS,
     SCANNED,
     TOKENS,
     Draws,
@@ -31,6 +34,7 @@ from longspan._recipes import recipes_in
 from longspan._routers import ASKED
 from longspan._tracing import Pairing, Trace, guilty
 from longspan._twins import OwnRandomness
+from longspan._wrappings import is_sharded
 
 #: Ranks that are threads have one state of random numbers.
 _drawing = threading.Lock()
@@ -142,6 +146,85 @@ def check_sums(twin: Any) -> None:
             f"them, by {off[1]:.0e}, so something adds to it in backward that is no sum over "
             f"tokens; ranks have some of the tokens each"
         )
+
+
+def check_backward(model: Any, tolerance: float, draws: Draws) -> None:
+    """*Isolation* of gradients in training, on a user's own model: what comes back at a token
+    depends on that token, and what modules add on the way is a sum over tokens. Under fully_shard
+    only a whole backward pass is understood, and none is made."""
+    if torch.is_inference_mode_enabled() or any(map(is_sharded, model.parameters())):
+        return
+    base, other = Probe.of(model, TOKENS, 1), Probe.of(model, TOKENS, 2).ids
+    half = torch.arange(0, TOKENS, 2)
+    tolerance = max(GRADIENTS, tolerance)
+
+    def back(call: Probe, scale: float) -> Gradients:
+        def rows() -> Tensor:
+            with draws():
+                return vectors_of(model, model(**arguments_of(model, call)))
+
+        return backward_of(model, rows, call.ids.shape[1], scale)
+
+    def moved(one: Gradients, two: Gradients, tokens: Tensor) -> tuple[str, float] | None:
+        same = Pairing(TOKENS, TOKENS, tokens, tokens, tolerance)
+        return _last_off(one, two, same)
+
+    try:
+        with in_training(model), buffers_kept(model):
+            every = torch.arange(TOKENS)
+            first = back(base, 1)
+            if moved(first, back(base, 1), every):
+                return  # draws that no seed repeats
+            changed = with_others(model, base, other, half)
+            off, added = None, back(base, 0)
+            if any(map(_is_any, (added.inputs, added.parameters))):
+                off = moved(added, back(changed, 0), every[1::2]) or _no_sum(
+                    added, [back(part, 0) for part in _parts(base)], 4 * tolerance
+                )
+            off = off or moved(first, back(changed, 1), every[1::2])
+    except Exception:  # it does not train so: with a batch of its own, it will say why
+        return
+    if off is not None:
+        raise Refused(
+            f"{off[0]} another gradient in training for tokens together than for each of them, by "
+            f"{off[1]:.0e}, so something adds to it in backward that is no sum over tokens; ranks "
+            f"have some of the tokens each"
+        )
+
+
+def _parts(call: Probe) -> list[Probe]:
+    cut = TOKENS // 3
+    return [
+        Probe(call.ids[:, part], call.positions[:, part])
+        for part in (slice(0, cut), slice(cut, None))
+    ]
+
+
+def _is_any(gradients: Mapping[str, Tensor]) -> bool:
+    return any(bool(one.any()) for one in gradients.values())
+
+
+def _last_off(one: Gradients, two: Gradients, pairing: Pairing) -> tuple[str, float] | None:
+    """Of what modules were given the last whose gradient differs, for gradients come from the
+    end."""
+    wrong = None
+    for name, gradient in one.inputs.items():
+        if name in two.inputs:
+            found = pairing.differing(gradient, two.inputs[name])
+            if found is not None and bool((found > pairing.tolerance).any()):
+                wrong = f"{name} gives back", float(found.max())
+    return wrong
+
+
+def _no_sum(
+    whole: Gradients, parts: Sequence[Gradients], tolerance: float
+) -> tuple[str, float] | None:
+    cut = TOKENS // 3
+    first = Pairing(TOKENS, cut, torch.arange(cut), torch.arange(cut), tolerance)
+    one, two = (part.parameters for part in parts)
+    summed = {name: one[name] + two[name] for name in whole.parameters}
+    off = off_by(whole.parameters, summed, tolerance / GRADIENTS)
+    return _last_off(whole, parts[0], first) or (off and (f"'{off[0]}' gets", off[1]))
 
 
 @contextlib.contextmanager

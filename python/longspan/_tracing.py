@@ -43,14 +43,14 @@ def traced(model: nn.Module) -> Iterator[Trace]:
 
     def begin(name: str) -> Any:
         def hook(module: nn.Module, in_order: tuple[Any, ...], named: dict[str, Any]) -> None:
-            found = dict(_tensors(in_order, "")) | dict(_tensors(named, ""))
+            found = dict(tensors_in(in_order, "")) | dict(tensors_in(named, ""))
             trace.open.append(Call(name, type(module).__name__, _kept(found)))
 
         return hook
 
     def end(_: nn.Module, __: Any, output: Any) -> None:
         call = trace.open.pop()
-        call.outputs = _kept(dict(_tensors(output, "")))
+        call.outputs = _kept(dict(tensors_in(output, "")))
         trace.calls.append(call)
 
     for name, module in model.named_modules():
@@ -216,13 +216,14 @@ def _kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {where: value.detach().clone() for where, value in tensors.items()}
 
 
-def _tensors(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+    """Those in nested arguments, by where they stand."""
     if isinstance(value, Tensor):
         if value.layout == torch.strided:
             yield where, value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _tensors(one, f"{where}.{key}")
+            yield from tensors_in(one, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):
         for place, one in enumerate(value):
-            yield from _tensors(one, f"{where}.{place}")
+            yield from tensors_in(one, f"{where}.{place}")

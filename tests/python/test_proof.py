@@ -416,6 +416,71 @@ def test_losses_that_modules_add_in_backward_are_noticed() -> None:
         longspan.parallelize(model)
 
 
+class _Own(nn.Module):
+    """A module that no twin has, with a loss of what its gate says; `kind` says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.gate, self.up = kind, nn.Linear(32, 4), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.up(x).relu()
+        if self.kind == "balance":
+            loss = self.gate(x).softmax(-1).flatten(0, 1).mean(0).square().sum()
+        elif self.kind == "balance of a router that learns alone":
+            loss = 1e-4 * self.gate(x.detach()).softmax(-1).flatten(0, 1).mean(0).square().sum()
+        elif self.kind == "a mean":
+            loss = self.gate(x).logsumexp(-1).square().mean()
+        elif self.kind == "a sum":
+            loss = self.gate(x).logsumexp(-1).square().sum()
+        elif self.kind == "a norm of gradients":
+            return _Normed.apply(found)  # type: ignore[no-any-return, no-untyped-call]
+        else:
+            return found + self.gate(x).sum(-1, keepdim=True)
+        return _Added.apply(found, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient / (gradient.norm() + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("balance", r"'model.layers.1.mlp' \(_Own\) gives back"),
+        ("balance of a router that learns alone", r"'model.layers.1.mlp.gate.\w+' gets"),
+        ("a mean", r"'model.layers.1.mlp' \(_Own\) gives back"),
+        ("a norm of gradients", r"'model.layers.1.mlp' \(_Own\) gives back"),
+        ("a sum", None),
+        ("none", None),
+    ],
+)
+def test_losses_that_swapped_modules_add_in_backward_are_noticed(
+    kind: str, where: str | None
+) -> None:
+    """On the model itself, whose gradients and modes stay as they are."""
+    model = fresh().train()
+    model.model.layers[1].mlp = _Own(kind)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.model.embed_tokens.requires_grad_(False)
+    if where is None:
+        longspan.parallelize(model)
+    else:
+        message = f"parallelize: {where} another gradient in training for tokens together"
+        with pytest.raises(NotImplementedError, match=message):
+            longspan.parallelize(model)
+    graded = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert graded == ["lm_head.weight"]
+    assert bool((model.lm_head.weight.grad == 1).all())
+    assert all(module.training for module in model.modules())
+
+
 def test_norms_of_a_batch_are_refused() -> None:
     model = fresh()
     model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.BatchNorm1d(48))
