@@ -16,7 +16,7 @@ import torch
 from longspan._agreement import Agreement
 from longspan._arguments import wrong
 from longspan._group import Group
-from longspan._hooks import Guest, adds_noise, guests_in
+from longspan._hooks import Guest, adds_noise, backward_guests_in, guests_in
 from longspan._images import beside_towers
 from longspan._lookups import check_lookup
 from longspan._models import AttentionLayer
@@ -320,7 +320,10 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
 
     check_lookup(part)
     guests = guests_in(part)
-    others: list[Part | Guest] = [*known.strangers, *guests]
+    # A backward pass under fully_shard is one of all ranks, and none is made.
+    sharded = any(map(is_sharded, part.parameters()))
+    back = [] if sharded else backward_guests_in(part)
+    others: list[Part | Guest] = [*known.strangers, *guests, *back]
     if not others:
         return []
     if any(p.device.type == "meta" for p in part.parameters()):
@@ -337,6 +340,8 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
         _proving.check_model_itself(part, guests)
     except Refused as error:
         on_it = next((one for one in guests if str(error).startswith(one.where)), None)
+        behind = (one for one in back if str(error).startswith(f"'{one.name}"))
+        on_it = on_it or next(behind, None)
         with_it = "" if on_it is None else f"; it was looked at with {on_it}"
         raise NotImplementedError(f"parallelize: {error}{with_it}") from None
     return others

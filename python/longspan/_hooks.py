@@ -50,7 +50,7 @@ def guests_in(model: nn.Module) -> list[Guest]:
         Guest("", None, hook)
         for hooks in (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
         for hook in hooks.values()
-        if not _is_known(hook)
+        if not is_known(hook)
     ]
     for name, module in walked(model):
         own = module.__dict__
@@ -59,10 +59,20 @@ def guests_in(model: nn.Module) -> list[Guest]:
     return found
 
 
+def backward_guests_in(model: nn.Module) -> list[Guest]:
+    """Those around the gradients of its modules."""
+    return [
+        Guest(name, module, hook)
+        for name, module in walked(model)
+        for hook in (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+        if not is_known(hook)
+    ]
+
+
 def guests_of(module: nn.Module) -> list[Any]:
     """The unknown hooks on one module."""
     every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [hook for hook in every if not _is_known(hook)]
+    return [hook for hook in every if not is_known(hook)]
 
 
 def newcomers(now: Iterable[Guest], before: Iterable[Guest]) -> list[Guest]:
@@ -219,7 +229,8 @@ def _versions(value: Any) -> list[Any]:
     return [one for part in value for one in _versions(part)]
 
 
-def _is_known(hook: Any) -> bool:
+def is_known(hook: Any) -> bool:
+    """Whether it is from a library whose hooks leave tokens alone."""
     home = home_of(hook)
     return home.partition(".")[0] in _KNOWN and home != _NOISE
 

@@ -114,6 +114,27 @@ def test_a_hook_that_mixes_tokens_is_named(what: str) -> None:
     longspan.parallelize(model, proof=False)
 
 
+@pytest.mark.parametrize("when", ["full_backward_hook", "full_backward_pre_hook"])
+def test_a_hook_that_mixes_gradients_of_tokens_is_named(when: str) -> None:
+    def normed(*call: Any) -> tuple[Tensor]:
+        return (call[-1][0] / call[-1][0].norm(),)
+
+    def halved(*call: Any) -> tuple[Tensor]:
+        return (call[-1][0] / 2,)
+
+    model = decoder("llama")
+    put = getattr(model.get_submodule(f"{MLP}.down_proj"), f"register_{when}")
+    for hook in (quiet, halved if when.endswith("pre_hook") else quiet):
+        put(hook)
+    longspan.restore(longspan.parallelize(model))
+    place = model.get_submodule(MLP if when.endswith("pre_hook") else f"{MLP}.act_fn")
+    getattr(place, f"register_{when}")(normed)
+    message = message_of(model)
+    assert "gives back another gradient in training for tokens together than for each" in message
+    assert "; it was looked at with the hook " in message
+    assert "normed on 'model.layers.1.mlp" in message, message
+
+
 def test_hooks_that_leave_tokens_alone_stay() -> None:
     """Their answer over two ranks is that of one."""
     seen: list[Tensor] = []
