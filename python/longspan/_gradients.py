@@ -175,6 +175,7 @@ def _agree_on_states(
         rows = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
     if group.size() > 1:
         _remarks.remark_on_facts(model, group.rank(), [row[3:] for row in said])
+        _remarks.remark_on_hooks(model, group.rank(), trained)
     states = [max(column) for column in zip(*rows, strict=True)]
     for one, column in zip(trained, zip(*rows, strict=True), strict=True):
         if _SPARSE in column:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -244,6 +245,13 @@ def home_of(hook: Any) -> str:
 def name_of(hook: Any) -> str:
     function = _bare(hook)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def names_in(function: Any) -> tuple[str, ...]:
+    """What its code looks up by name."""
+    bare = inspect.unwrap(_bare(function))
+    code = getattr(bare, "__code__", None) or getattr(type(bare).__call__, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _bare(hook: Any) -> Any:

@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
+from longspan._hooks import is_known, name_of, names_in
 from longspan._wrappings import Trained, local_part
 
 _IGNORED = -100
 #: Targets of a row that must all lie one token ahead before we speak.
 _ENOUGH = 8
+#: What clips numbers, of torch.
+_CLIPS = {
+    *("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "clip_"),
+    *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"),
+}
 #: Calls in which somebody looks; programs do the same in every step.
 _LOOKS = 16
 
@@ -227,6 +233,27 @@ def remark_on_facts(model: nn.Module, rank: int, said: Sequence[Sequence[int]]) 
                 "rank's own part; sum first, then clip with longspan.clip_grad_norm(model, "
                 "max_norm, group); to be sure, leave clipping out and compare"
             )
+
+
+def remark_on_hooks(model: nn.Module, rank: int, trained: Sequence[Trained]) -> None:
+    """Hooks of users that clip gradients as backward makes them, of a rank's part. They are read
+    and not called: they may count."""
+    if _looked.get(model, 0) > 1 or rank != 0:
+        return
+    for one in trained:
+        own: Any = one.parameter
+        hooks = [*(own._backward_hooks or {}).values()]
+        hooks += (own._post_accumulate_grad_hooks or {}).values()
+        for hook in hooks:
+            if not is_known(hook) and not _CLIPS.isdisjoint(names_in(hook)):
+                _say(
+                    f"sum_gradients: the hook {name_of(hook)} on the gradient of `{one.name}` "
+                    "clips it in backward, where each rank has a part of it, and parts that are "
+                    "clipped sum to another gradient; take it off, and clip what was summed, with "
+                    "longspan.clip_grad_norm(model, max_norm, group); to be sure, compare with "
+                    "longspan.check_parity(model, batch, group)"
+                )
+                return
 
 
 def watch_scale(parameters: Sequence[nn.Parameter]) -> None:

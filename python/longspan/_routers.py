@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from longspan._arguments import check_kind, said
 from longspan._group import Group
+from longspan._hooks import names_in
 from longspan._local_batch import KEYWORD, LocalBatch, real_tokens
 from longspan._models import LocalAttention, Parallelized
 from longspan._walking import classes_in, walked
@@ -255,18 +255,12 @@ def _noise_in(part: PreTrainedModel, routers: Sequence[_Router]) -> _Noise:
     drawing = []
     for name, module in walked(part):
         holders.append((f"of '{name}' ", module))
-        if id(module) in mine and _DRAWS in _names_in(type(module).forward):
+        if id(module) in mine and _DRAWS in names_in(type(module).forward):
             drawing.append((name, module))
     found = [
         (where, vars(one), key) for where, one in holders for key in vars(one) if "jitter" in key
     ]
     return _Noise(found, drawing)
-
-
-def _names_in(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What its code looks up by name."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return () if code is None else code.co_names
 
 
 def _look_for_noise(

@@ -247,6 +247,44 @@ def test_one_seed_for_the_dropout_of_all_ranks() -> None:
     assert second == ["seed: own", "seed: one"]  # rank 0 speaks
 
 
+class Clipping:
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clip(-1, 1)
+
+
+def clip_after(parameter: Any) -> None:
+    parameter.grad.clamp_(-1, 1)
+
+
+def looks_only(grad: torch.Tensor) -> None:
+    grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("put", "hook", "clips"),
+    [
+        ("register_hook", lambda grad: torch.clamp(grad, -1, 1), True),
+        ("register_hook", Clipping(), True),
+        ("register_post_accumulate_grad_hook", clip_after, True),
+        ("register_hook", lambda grad: grad * torch.tensor([0.0, 1.0]), False),
+        ("register_hook", looks_only, False),
+    ],
+)
+def test_hooks_that_clip_a_part_of_a_gradient(put: str, hook: Any, clips: bool) -> None:
+    def body(group: Group) -> None:
+        model = torch.nn.Linear(2, 2)
+        getattr(model.bias, put)(hook)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            longspan.sum_gradients(model, group)
+
+    texts = said_by(body)
+    assert len(texts) == clips
+    said = "on the gradient of `bias` clips it in backward, where each rank has a part of it"
+    assert all(text.startswith("sum_gradients: the hook ") and said in text for text in texts)
+
+
 def test_data_dealt_out_is_refused() -> None:
     def body(group: Group) -> None:
         model = longspan.parallelize(decoder("llama"), group)
