@@ -23,6 +23,8 @@ from longspan._walking import remembered, walked
 #: They wrap, cast, checkpoint and capture; what each does to tokens is known.
 _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "wandb", "longspan"})
 _NOISE = "transformers.integrations.neftune"
+_FORWARD = "forward"
+AGAIN = "call longspan.restore(model) and longspan.parallelize(model, group) again"
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ def _watch(module: nn.Module, hooks: Sequence[Any], tell: Callable[[], Any]) -> 
 
 
 class Lookout:
-    """Hooks that came after `shard` had a look, for one call. Those that only look may stay; one
-    that changes what its module takes or gives is refused when it does."""
+    """What came after `shard` had a look. Hooks of one call that only look may stay; one that
+    changes what its module takes or gives is refused when it does."""
 
     def __init__(self, model: nn.Module, before: Iterable[Guest]) -> None:
         self._model = model
@@ -151,9 +153,13 @@ class Lookout:
             of_all._global_forward_pre_hooks,
             of_all._global_forward_hooks,
         ]
-        for _, module in walked(model):
+        modules = list(walked(model))
+        for _, module in modules:
             every += (module._forward_pre_hooks, module._forward_hooks)
         self._every = every
+        self._named = [(name, type(module)) for name, module in modules]
+        self._attributes = [vars(module) for _, module in modules]
+        self._forwards = self._own_forwards()
         #: The numbers that torch gave hooks when there was no newcomer; it gives each once.
         self._usual = self._numbers()
         #: While a call is watched: those of its modules, and what there was in all.
@@ -161,8 +167,31 @@ class Lookout:
         self._watched: list[int] = []
         self._handles: list[Any] = []
 
+    def check_forwards(self, who: str) -> None:
+        """That nobody puts other code in the place of a module's; libraries that are known wrap
+        that of the whole model."""
+        now = self._own_forwards()
+        if now == self._forwards:
+            return
+        for (name, kind), own, before in zip(self._named, now, self._forwards, strict=True):
+            gone = own is None and _code_home(before).startswith("longspan.")
+            if own is before or (not gone and (own is None or _is_of_library(own))):
+                continue
+            where = f"'{name}' ({kind.__name__})" if name else kind.__name__
+            how = "is gone since" if gone else "came after"
+            raise ValueError(
+                f"{who}: the forward {name_of(before if gone else own)} of {where} {how} the model "
+                f"was parallelized, and nobody has looked at what that does to tokens; put it "
+                f"{'back' if gone else 'there before'}, or {AGAIN}"
+            )
+        self._forwards = now
+
+    def _own_forwards(self) -> list[Any]:
+        return [own.get(_FORWARD) for own in self._attributes]
+
     def begin(self, part: nn.Module) -> None:
         """A call of a model of transformers begins, perhaps inside of another's."""
+        self.check_forwards(type(part).__name__)
         now = self._numbers()
         if now == self._usual or (now == self._watched and id(part) in self._inside):
             return
@@ -234,6 +263,16 @@ def is_known(hook: Any) -> bool:
     """Whether it is from a library whose hooks leave tokens alone."""
     home = home_of(hook)
     return home.partition(".")[0] in _KNOWN and home != _NOISE
+
+
+def _is_of_library(forward: Any) -> bool:
+    """By the code itself: wrappers copy the names of what they wrap."""
+    return _code_home(forward).partition(".")[0] in _KNOWN
+
+
+def _code_home(forward: Any) -> str:
+    function = _bare(forward)
+    return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
 
 
 def home_of(hook: Any) -> str:

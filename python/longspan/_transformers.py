@@ -20,7 +20,7 @@ import torch
 from longspan import _routers, _tiles
 from longspan._agreement import in_layer_of
 from longspan._groups_of_tokens import check_groups, reach_of
-from longspan._hooks import guests_in, newcomers
+from longspan._hooks import AGAIN, guests_in, newcomers
 from longspan._images import beside_towers, check_pictures, configured, has_eyes
 from longspan._images import redirect as redirect_images
 from longspan._local_batch import KEYWORD
@@ -224,9 +224,6 @@ def inventory(model: torch.nn.Module) -> list[Inventory]:
     ]
 
 
-_AGAIN = "call longspan.restore(model) and longspan.parallelize(model, group) again"
-
-
 def settings_of(model: torch.nn.Module, state: Parallelized) -> Settings:
     """What configurations and layers say now, of a model that is redirected."""
     ours = {id(config): config for _, config, _ in state.configs}
@@ -242,10 +239,10 @@ def check_settings(who: str, state: Parallelized) -> None:
     assert state.settings is not None
     if (changed := state.settings.other_attention()) is not None:
         raise ValueError(
-            f"{who}: {changed}: another attention would see this rank's tokens alone; {_AGAIN}"
+            f"{who}: {changed}: another attention would see this rank's tokens alone; {AGAIN}"
         )
     if (changed := state.settings.changed()) is not None:
-        raise ValueError(f"{who}: {changed}, which nobody has looked at; set it back, or {_AGAIN}")
+        raise ValueError(f"{who}: {changed}, which nobody has looked at; set it back, or {AGAIN}")
 
 
 def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
@@ -255,14 +252,14 @@ def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
     if came:
         raise ValueError(
             f"shard: {came[0]} came after the model was parallelized, and nobody has looked at "
-            f"what it does to tokens; put it there before, or {_AGAIN}"
+            f"what it does to tokens; put it there before, or {AGAIN}"
         )
     for part, before, kinds, sources in state.seen:
         if fingerprint(part) == before:
             if (changed := sources.changed()) is not None:
                 raise ValueError(
                     f"shard: {changed}, which {type(part).__name__} runs, is another than when the "
-                    f"model was parallelized, and nobody has looked at it; {_AGAIN}"
+                    f"model was parallelized, and nobody has looked at it; {AGAIN}"
                 )
             continue
         was, now = in_words(kinds), in_words(named_kinds(part))
@@ -270,8 +267,10 @@ def check_unchanged(state: Parallelized, model: torch.nn.Module) -> None:
         what = now.get(name, "gone")
         raise ValueError(
             f"shard: '{name}' of {type(part).__name__} was {was.get(name, 'not there')} when the "
-            f"model was parallelized and is {what} now, which nobody has looked at; {_AGAIN}"
+            f"model was parallelized and is {what} now, which nobody has looked at; {AGAIN}"
         )
+    if state.lookout is not None:
+        state.lookout.check_forwards("shard")
 
 
 def redirect(model: torch.nn.Module, state: Parallelized) -> None:

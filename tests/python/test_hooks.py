@@ -390,6 +390,54 @@ def test_hooks_of_one_call_around_the_model() -> None:
     model(**local)
 
 
+def test_a_forward_that_came_later_is_refused_on_every_rank() -> None:
+    """Of the whole model, which libraries may wrap, and of one call."""
+    models = [decoder("llama") for _ in range(2)]
+
+    def body(group: Group) -> tuple[str, str]:
+        model = longspan.parallelize(models[group.rank()], group)
+        local = longspan.shard(CASE.batch, group, model=model)
+        said = []
+        for part, call in (
+            (model, lambda: longspan.shard(CASE.batch, group, model=model)),
+            (model.model.layers[1], lambda: model(**local)),
+        ):
+            original, own = part.forward, vars(part).get("forward")
+
+            @functools.wraps(original)  # with its names
+            def mixes(*given: Any, original: Any = original, **named: Any) -> Any:
+                return original(*given, **named)
+
+            part.forward = mixes
+            with pytest.raises(ValueError) as raised:
+                call()
+            said.append(str(raised.value))
+            del part.forward
+            if own is not None:
+                part.forward = own
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        model(**longspan.shard(CASE.batch, group, model=model))
+        return said[0], said[1]
+
+    ((at_shard, in_call),) = set(run_ranks(2, body))
+    came = (
+        "came after the model was parallelized, and nobody has looked at what that does to tokens"
+    )
+    assert at_shard.startswith("shard: the forward ")
+    assert f" of LlamaForCausalLM {came}" in at_shard
+    assert in_call.startswith("LlamaForCausalLM: the forward ")
+    assert f" of 'model.layers.1' (LlamaDecoderLayer) {came}" in in_call
+
+
+def test_a_forward_of_ours_that_is_gone() -> None:
+    model = longspan.parallelize(decoder("mixtral"))
+    del model.forward
+    with pytest.raises(
+        ValueError, match=r"^shard: the forward .* of MixtralFor.* is gone since the"
+    ):
+        longspan.shard(CASE.batch, model=model)
+
+
 def test_one_rank_may_look_alone() -> None:
     """As rank 0 does that writes a log."""
 
