@@ -28,6 +28,7 @@ from longspan._model_batch import (
     add_attention,
     check_counting,
     check_group,
+    check_jumps,
     counted_from_zero,
     documents_of_seq_idx,
     with_targets,
@@ -170,6 +171,7 @@ def shard(
         local = share(batch, place, agreement, state, reading, layout, form, multiple)
         if state is not None:
             check_counting("shard", local[KEYWORD].whole.rows, state.layers)
+            check_jumps("shard", batch, state.first_position)
     if shift_labels and place.rank == 0:
         remark_on_shifting("shard", batch)
     if place.group is not None:

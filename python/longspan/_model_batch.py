@@ -115,6 +115,37 @@ def check_counting(who: str, rows: _C.RowBatch, layers: Sequence[AttentionLayer]
         )
 
 
+#: What says where documents lie, beside positions.
+_BORDERS = ("seq_lens", "cu_seq_lens_q", "attention_mask", "padding_mask", "seq_idx")
+
+
+def check_jumps(who: str, batch: Any, first: int) -> None:
+    """Where positions alone say where documents lie, transformers takes every one that is not the
+    next for a border, and `shard` those that begin to count."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.is_meta:
+        return
+    if any(batch.get(key) is not None for key in _BORDERS):
+        return
+    begins = 0 if first and bool((positions == 0).any()) else first
+    here, before = positions[:, 1:], positions[:, :-1]
+    jumps = (here != before + 1) & (here != begins)
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if isinstance(labels, torch.Tensor) and labels.shape == positions.shape:
+        # Behind the last one that is learned there may be pads.
+        learned = labels[:, 1:].ne(_IGNORED).to(jumps.device)
+        jumps = jumps & learned.flip(1).cumsum(1).flip(1).bool()
+    jumps = jumps.nonzero()
+    if len(jumps):
+        row, at = jumps[0].tolist()
+        raise ValueError(
+            f"{who}: `position_ids` goes from {before[row, at]} to {here[row, at]} at token "
+            f"{at + 1} of row {row}, where a model of transformers sees another document and "
+            f"shard, which looks for {begins}, does not; say where documents lie by `seq_lens`, or "
+            f"count {begins}, {begins + 1}, ... in each"
+        )
+
+
 def counted_from_zero(batch: Mapping[str, Any], first: int) -> Mapping[str, Any]:
     """A batch whose positions begin documents with 0, where it had those of a model that
     begins with `first`."""

@@ -169,6 +169,23 @@ def test_positions_are_those_of_documents_and_given_ones_stay() -> None:
     assert longspan.shard(given, model=model)["position_ids"].tolist() == [[7, 8, 9, 10]]
 
 
+def test_positions_that_jump_say_two_things() -> None:
+    """transformers sees a border in every jump, shard in every 0."""
+    model = longspan.parallelize(decoder("llama"))
+    ids = torch.arange(9)[None] + 3
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5, 6]])
+    batch = {"input_ids": ids, "position_ids": positions, "labels": ids}
+    said = "^shard: `position_ids` goes from 3 to 2 at token 4 of row 0, where .* by `seq_lens`, or"
+    with pytest.raises(ValueError, match=said):
+        longspan.shard(batch, model=model)
+    for more in (
+        {"seq_lens": torch.tensor([[4, 5]])},
+        {"attention_mask": torch.ones_like(ids)},  # transformers sees no borders with one
+        {"labels": torch.where(torch.arange(9) < 4, ids, -100)},  # of pads
+    ):
+        assert "position_ids" in longspan.shard({**batch, **more}, model=model)
+
+
 def test_without_labels_it_is_a_plain_forward() -> None:
     model = longspan.parallelize(decoder("llama"))
     ids = packed([7, 5]).batch["input_ids"]
