@@ -612,8 +612,27 @@ def paused(model: Model) -> Iterator[Model]:
     """The plain model inside a ``with`` block, for evaluation on one rank and for
     `generate`; after it the model is parallelized as before, also after an exception."""
     check_kind("paused", "model", model, torch.nn.Module, "a torch.nn.Module")
-    with state_of("paused", model).put_aside():
-        yield model
+    state = state_of("paused", model)
+    marked = [owner for owner, name, _ in state.undo if name == _MARK]
+    with state.put_aside():
+        looks = [
+            owner.register_forward_pre_hook(_refuse_shares, with_kwargs=True)
+            for owner in (marked if state.group.size() > 1 else ())
+        ]
+        try:
+            yield model
+        finally:
+            for look in looks:
+                look.remove()
+
+
+def _refuse_shares(module: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
+    if isinstance(given.get(KEYWORD), LocalAttention):
+        raise ValueError(
+            f"{type(module).__name__}: got a rank's share of a batch inside of longspan.paused, "
+            f"where the plain model would see these tokens alone; give it the whole batch, or call "
+            f"it outside"
+        )
 
 
 def state_of(who: str, model: Any) -> Parallelized:

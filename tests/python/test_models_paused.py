@@ -40,6 +40,25 @@ def test_inside_it_is_the_plain_model_and_after_the_parallelized_one(family: str
     assert longspan.restore(model) is model and parts_of(model) == before
 
 
+def test_inside_the_share_of_one_rank_is_the_whole_and_of_two_is_not() -> None:
+    def body(group: Group) -> None:
+        model = longspan.parallelize(decoder("llama"), group)
+        during, local = parts_of(model), longspan.shard(BATCH, group, model=model)
+        message = "^Llama.* got a rank's share of a batch inside of longspan.paused"
+        with longspan.paused(model):
+            model(**BATCH, use_cache=False)
+            for part in (model, model.model) if group.size() > 1 else ():
+                with pytest.raises(ValueError, match=message):
+                    part(**local)
+            if group.size() == 1:
+                model(**local)
+        assert parts_of(model) == during
+        model(**local)
+
+    for ranks in (1, 2):
+        run_ranks(ranks, body)
+
+
 def test_after_an_exception_too() -> None:
     model = longspan.parallelize(decoder("llama"))
     during = parts_of(model)
