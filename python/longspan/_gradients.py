@@ -270,7 +270,8 @@ def is_summed(parameter: nn.Parameter, trained: Sequence[Trained]) -> bool:
         return False
     if mark_of(grad) == version_of(grad):
         return True
-    return not any(_watched[one.parameter].ran for one in trained if one.parameter in _watched)
+    watches = [_watched[one.parameter] for one in trained if one.parameter in _watched]
+    return bool(watches) and not any(watch.ran for watch in watches)
 
 
 @dataclasses.dataclass
@@ -287,13 +288,13 @@ _watched: Any = WeakIdKeyDictionary()
 
 def _watch(model: nn.Module, trained: Sequence[Trained]) -> None:
     """One parameter stands for all; the first, because shards lie in one buffer and
-    count their writes together."""
+    count their writes together. Others that were first once, before a part was thawed, too."""
+    for one in trained:
+        if one.parameter in _watched:
+            _watched[one.parameter].ran = False
     first = next((p for p in model.parameters() if p.requires_grad), None)
     held: Any = next((one.parameter for one in trained if one.parameter is first), None)
-    if held is None:
-        return
-    if held in _watched:
-        _watched[held].ran = False
+    if held is None or held in _watched:
         return
 
     def note(parameter: Tensor) -> None:

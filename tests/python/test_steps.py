@@ -48,6 +48,28 @@ def test_a_step_without_the_sum_names_the_line() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("thaws", [True, False])
+def test_the_first_parameter_may_thaw_and_freeze(thaws: bool) -> None:
+    """Which others stand behind as long as it rests."""
+
+    def body(group: Group) -> None:
+        model, optimizer = made(group)
+        first = model.get_input_embeddings()
+        for trains in (not thaws, thaws):
+            first.requires_grad_(trains)
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=False)
+                backward(model, group)
+                if trains == thaws:
+                    with pytest.raises(RuntimeError, match="nobody summed"):
+                        optimizer.step()
+                longspan.sum_gradients(model, group)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+
+    run_ranks(2, body)
+
+
 def test_clipping_by_torch_does_not_hide_it() -> None:
     def body(group: Group) -> None:
         model, optimizer = made(group)
