@@ -174,6 +174,8 @@ def _agree_on_states(
     if any(row[2] != said[0][2] for row in said):
         rows = stacked(torch.tensor(list(mine), dtype=torch.uint8), group).tolist()
     if group.size() > 1:
+        if any(row[-1] != said[0][-1] for row in said):
+            _refuse_weights(model, group)
         _remarks.remark_on_facts(model, group.rank(), [row[3:] for row in said])
         _remarks.remark_on_hooks(model, group.rank(), trained)
     states = [max(column) for column in zip(*rows, strict=True)]
@@ -205,6 +207,27 @@ def _agree_on_states(
             "no backward added to them; call it once a step, after the last backward"
         )
     return states
+
+
+def _refuse_weights(model: nn.Module, group: Group) -> None:
+    """Of ranks that differ, at the first sum: drawn by a seed of each rank's own, or read from
+    other files."""
+    own = _remarks.hashes_of_weights(model)
+    names = _C.hash_of(repr(list(own)).encode()) & (1 << 63) - 1
+    if len(set(stacked(torch.tensor(names), group).tolist())) > 1:
+        raise ValueError(
+            "sum_gradients: the ranks of the group have models with other parameters; give every "
+            "rank the same model"
+        )
+    rows = stacked(torch.tensor(list(own.values())), group).tolist()
+    for name, column in zip(own, zip(*rows, strict=True), strict=True):
+        rank = next((rank for rank, word in enumerate(column) if word != column[0]), None)
+        if rank is not None:
+            raise ValueError(
+                f"sum_gradients: `{name}` has other values on rank {rank} than on rank 0, so each "
+                "computed a part of another model; load the same weights on every rank, or draw "
+                "them (those of adapters, too) from one seed before longspan.seed_ranks"
+            )
 
 
 def _dtype(one: Trained) -> torch.dtype:

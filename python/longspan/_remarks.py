@@ -19,11 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
 from longspan._hooks import is_known, name_of, names_in
-from longspan._wrappings import Trained, local_part
+from longspan._walking import walked
+from longspan._wrappings import Trained, is_sharded, local_part
 
 _IGNORED = -100
 #: Targets of a row that must all lie one token ahead before we speak.
 _ENOUGH = 8
+#: Numbers of a weight that are compared, and the mark of models that were parallelized.
+_FIRST, _MARK = 16, "_longspan"
 #: What clips numbers, of torch.
 _CLIPS = {
     *("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "clip_"),
@@ -197,8 +200,8 @@ def divisor_of(logits: Tensor, grad: Tensor) -> float | None:
 _looked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 #: Norm of a parameter's gradient when backward had made it.
 _left: Any = WeakIdKeyDictionary()
-#: Words of a rank: its random numbers, its process, by what its gradients were scaled.
-WORDS = 3
+#: Words of a rank: its random numbers, its process, by what its gradients were scaled, its weights.
+WORDS = 4
 
 
 def facts(model: nn.Module, trained: Sequence[Trained]) -> list[int]:
@@ -207,12 +210,13 @@ def facts(model: nn.Module, trained: Sequence[Trained]) -> list[int]:
     _looked[model] = looks + 1
     if looks >= _LOOKS:
         return [0] * WORDS
-    return [*_random_words(model), _factor_word(trained)]
+    weights = _hash(repr(hashes_of_weights(model)).encode()) if looks == 0 else 0
+    return [*_random_words(model), _factor_word(trained), weights]
 
 
 def remark_on_facts(model: nn.Module, rank: int, said: Sequence[Sequence[int]]) -> None:
     """From the words of all ranks, in rank order. Rank 0 speaks."""
-    states, processes, factors = zip(*said, strict=True)
+    states, processes, factors, _ = zip(*said, strict=True)
     if 0 not in states and len(set(states)) == 1 and len(set(processes)) == len(said):
         _looked[model] = _LOOKS
         if rank == 0:
@@ -254,6 +258,21 @@ def remark_on_hooks(model: nn.Module, rank: int, trained: Sequence[Trained]) -> 
                     "longspan.check_parity(model, batch, group)"
                 )
                 return
+
+
+def hashes_of_weights(model: nn.Module) -> dict[str, int]:
+    """Of the first numbers of every parameter that lies whole on each rank, of a model that was
+    parallelized: modules of others may be what they like."""
+    if not any(_MARK in vars(module) for _, module in walked(model)):
+        return {}
+    rows = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and not (is_sharded(parameter) or parameter.is_meta):
+            row = parameter.detach()
+            while row.dim() > 1 and len(row):
+                row = row[0]
+            rows[name] = row.reshape(-1)[:_FIRST]
+    return {name: _hash(repr(row.tolist()).encode()) for name, row in rows.items()}
 
 
 def watch_scale(parameters: Sequence[nn.Parameter]) -> None:

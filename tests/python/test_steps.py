@@ -48,6 +48,28 @@ def test_a_step_without_the_sum_names_the_line() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_that_differ_between_ranks_are_refused(trained: bool) -> None:
+    """As those of adapters that were drawn after seed_ranks, or of a file that one rank missed."""
+
+    def body(group: Group) -> None:
+        model, _ = made(group)
+        weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(trained)
+        kept = weight.detach().clone()
+        if group.rank() == 1:
+            weight.detach().mul_(1.001)
+        backward(model, group)
+        said = "^sum_gradients: `model.layers.1.mlp.up_proj.weight` has other values on rank 1 than"
+        with pytest.raises(ValueError, match=said):
+            longspan.sum_gradients(model, group)
+        weight.detach().copy_(kept)
+        model.zero_grad()
+        backward(model, group)
+        longspan.sum_gradients(model, group)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("thaws", [True, False])
 def test_the_first_parameter_may_thaw_and_freeze(thaws: bool) -> None:
     """Which others stand behind as long as it rests."""
