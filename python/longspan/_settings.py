@@ -40,6 +40,8 @@ _READ = (
 #: What our attention reads of the family's attention, and what rotary tables go by.
 _OF_ATTENTION = ("sliding_window", "is_causal", "layer_idx")
 _OF_ROTATION = "rope_type"
+#: What Bamba adds to its loss, a mean over the tokens at hand.
+_OF_LOSS = "z_loss_coefficient"
 _ATTENTION = "_attn_implementation_internal"
 
 
@@ -91,7 +93,8 @@ class Settings:
                 return f"`config` of '{name}' is another {kind} than when it was parallelized"
             for key, value in values.items():
                 if now.get(key, _ABSENT) != value:
-                    return _in_words(key, f"'{name}'", value, now.get(key, _ABSENT))
+                    whose = f"'{name}'" if name else "the model"
+                    return _in_words(key, whose, value, now.get(key, _ABSENT))
         return None
 
 
@@ -99,6 +102,8 @@ def _read_of(module: torch.nn.Module) -> dict[str, Any]:
     own = vars(module)
     if has(module, "is_causal"):
         return {key: own.get(key, _ABSENT) for key in _OF_ATTENTION}
+    if _OF_LOSS in own:
+        return {_OF_LOSS: own[_OF_LOSS]}
     kinds = copy.copy(own.get(_OF_ROTATION))  # some have one for each kind of layer
     return {} if kinds is None else {_OF_ROTATION: kinds}
 

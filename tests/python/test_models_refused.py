@@ -205,6 +205,11 @@ CASES = {
         "'dynamic' now",
         after=lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
     ),
+    "another loss": Refused(
+        "bamba",
+        "`z_loss_coefficient` of the model was 0.0 when the model was parallelized and is 0.5 now",
+        after=lambda model: setattr(model, "z_loss_coefficient", 0.5),
+    ),
     "both ways": Refused(
         "llama",
         "`is_causal` of its LlamaConfig was not there when the model was parallelized and is "
