@@ -162,7 +162,7 @@ def _hook_on(head: nn.Module) -> Any:
     layer see what they always do, and fully_shard's own do without."""
     for hooks in (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks):
         for hook in hooks.values():
-            if not home_of(hook).startswith("torch.distributed."):
+            if not home_of(hook).startswith(("torch.distributed.", "longspan._hooks")):
                 return hook
     return None
 

@@ -209,9 +209,11 @@ def test_a_number_for_logits_that_a_model_keeps() -> None:
 def test_hooks_before_the_output_layer_see_what_they_always_do() -> None:
     model = longspan.parallelize(decoder("llama"), loss_tile=4)
     local = longspan.shard(packed([7, 5]).batch, model=model)
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    seen: list[Any] = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     tiled, whole = model(**local), model(**local, output_logits=True)
     assert tiled.logits is None and tiled.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+    assert len(seen) == 2 and seen[0].equal(seen[1])
 
 
 def test_auto_makes_logits_for_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
