@@ -271,6 +271,7 @@ def test_a_cache_of_a_layer(family: str) -> None:
     def with_cache(_: Any, given: Any, named: dict[str, Any]) -> Any:
         return given, named | {"past_key_values": object()}
 
+    with_cache.__module__ = "transformers"  # nobody else's may change what a layer is given
     model.model.layers[0].self_attn.register_forward_pre_hook(with_cache, with_kwargs=True)
     with pytest.raises(ValueError, match=r"Attention: got a cache, which would hold this rank's"):
         model(**local)

@@ -121,7 +121,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: Any, family: str = "llama") 
 def test_a_rank_with_another_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(model: Any, group: Any) -> None:
         with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3 * group.rank()
+            # Behind the numbers that sum_gradients compares.
+            model.model.layers[1].mlp.up_proj.weight[1, 0] += 1e-3 * group.rank()
 
     holds = planted(monkeypatch, fault)
     assert holds["worst gradient"] is False and holds["leaks: documents"] is True
@@ -132,6 +133,7 @@ def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         def mixed(module: Any, given: Any, out: Any) -> Any:
             return out + 1e-3 * out.mean(1, keepdim=True)
 
+        mixed.__module__ = "torch"  # the calls of models refuse others
         model.model.layers[0].mlp.register_forward_hook(mixed)
 
     holds = planted(monkeypatch, fault)
