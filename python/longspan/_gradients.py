@@ -151,7 +151,9 @@ def _agree_on_states(
         for one, way in zip(trained, ways, strict=True)
     ]
     rescaled = _only_rescaled(trained)
-    mine = bytes(_with_copies(trained, [_state(one, rescaled) for one in trained]))
+    ran = any(_watched[one.parameter].ran for one in trained if one.parameter in _watched)
+    found = [_ADDED_TO if ran and _was_added_to(one) else _state(one, rescaled) for one in trained]
+    mine = bytes(_with_copies(trained, found))
     hashes = [_C.hash_of(repr((bucket_bytes, table)).encode()), _C.hash_of(mine)]
     words = [0 if refusal is None else 1, *(h & (1 << 63) - 1 for h in hashes)]
     if group.size() > 1:
@@ -414,6 +416,24 @@ def _with_copies(trained: Sequence[Trained], states: list[int]) -> list[int]:
         _COPIED if state == _DENSE and _has_some_of(one.parameter) else state
         for one, state in zip(trained, states, strict=True)
     ]
+
+
+def _was_added_to(one: Trained) -> bool:
+    """Whether backward wrote to a sum that others, of another optimizer say, have not zeroed: once,
+    and more than clipping does, which leaves its numbers in proportion."""
+    kept, grad = _some.get(one.parameter), one.parameter.grad
+    if kept is None or grad is None or one.reduction is not None or is_sharded(one.parameter):
+        return False
+    every, at, is_table = kept
+    mark = mark_of(grad)
+    if is_table or mark is None or version_of(grad) != mark + 1 or grad.is_complex():
+        return False
+    now = _some_of(grad, is_table).double()
+    then = every[at : at + len(now)].to(now)
+    if not now.any() or not then.any():  # zeroed, or nothing to add to
+        return False
+    along = torch.dot(now, then) / (now.norm() * then.norm())
+    return bool(along < 1 - 1e-4)
 
 
 def _has_some_of(parameter: nn.Parameter) -> bool:

@@ -334,6 +334,29 @@ def test_what_no_backward_reached_again_stays() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_sums_that_one_of_two_optimizers_left(clips: bool) -> None:
+    """The first parameter is zeroed, and backward adds to the sum of another; or nobody touches
+    that but torch's clipping."""
+
+    def body(group: Group) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
+        for step, used in enumerate(([0, 1], [0] if clips else [0, 1])):
+            data = torch.arange(4.0) ** (1 + step) + group.rank()
+            sum(model[at](data) for at in used).backward()
+            if step and not clips:
+                with pytest.raises(ValueError, match=r"backward added to .* already \(`1.weight`"):
+                    longspan.sum_gradients(model, group)
+                return
+            longspan.sum_gradients(model, group)
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            model[0].zero_grad()
+
+    run_ranks(2, body)
+
+
 def test_a_first_parameter_may_rest_for_a_step() -> None:
     """Zeroed in place and not used: nothing that was summed twice."""
 
