@@ -22,7 +22,8 @@ at::Tensor reduce_loss(const at::Tensor& sum, const at::Tensor& count,
   };
   // Counts above 2^24 are no floats: add them up as doubles.
   const at::Tensor counted = total(count.to(sum.device(), at::kDouble));
-  const at::Tensor share = counted.clamp_min(1);
+  // No tokens anywhere is no mean of 0 / 0; weighted ones may be less than one.
+  const at::Tensor share = at::where(counted.gt(0), counted, 1.0);
   const at::Tensor mean =
       (total(sum.to(at::kDouble)) / share).to(sum.scalar_type());
   // Adds nothing to the value (not even where it is infinite), and all there is

@@ -292,6 +292,22 @@ def test_a_rank_without_labels_gives_its_keys_gradients() -> None:
     assert_close(summed(parts), one_rank(model, batch)[1])
 
 
+@pytest.mark.parametrize("weight", [0.1, 1.0, 3.0])
+def test_weighted_tokens_may_be_less_than_one(weight: float) -> None:
+    """The mean of tokens that all weigh the same is their mean, whatever they weigh."""
+
+    def body(group: Group) -> tuple[float, float]:
+        rank = group.rank()
+        loss = torch.tensor([1.0, 4.0, 7.0][rank], dtype=torch.float64, requires_grad=True)
+        mean = longspan.reduce_loss(weight * loss, weight, group)
+        mean.backward()
+        assert loss.grad is not None
+        return float(mean), float(loss.grad)
+
+    for mean, gradient in run_ranks(3, body):
+        assert mean == pytest.approx(4.0) and gradient == pytest.approx(1 / 3)
+
+
 def test_nothing_counted_anywhere_is_a_loss_of_zero() -> None:
     batch = batch_of(2)
     batch["labels"].fill_(IGNORED)
