@@ -320,9 +320,9 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
 
     check_lookup(part)
     guests = guests_in(part)
-    # A backward pass under fully_shard is one of all ranks, and none is made.
-    sharded = any(map(is_sharded, part.parameters()))
-    back = [] if sharded else backward_guests_in(part)
+    back = backward_guests_in(part)
+    if back and any(map(is_sharded, part.parameters())):
+        back = []  # a backward pass under fully_shard is one of all ranks, and none is made
     others: list[Part | Guest] = [*known.strangers, *guests, *back]
     if not others:
         return []

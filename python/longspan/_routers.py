@@ -201,8 +201,9 @@ def _check_gradients(name: str, part: nn.Module, seen: _Seen) -> None:
 def check_batch(model: nn.Module, parts: Sequence[PreTrainedModel], batch: Any) -> None:
     """What a batch asks of routers, and what cannot be answered."""
     asked = batch.get(ASKED)
+    routed = has_routers(model)
     for part in parts:
-        if part.training and (routers := _routers(part)):
+        if routed and part.training and (routers := _routers(part)):
             _check_noise("shard", part, _noise_in(part, routers))
         wanted = getattr(part.config, ASKED, False) if asked is None else asked
         if wanted and _makes_loss(part):
@@ -309,6 +310,11 @@ def _routers(part: PreTrainedModel) -> list[_Router]:
             if isinstance(module, target) and (getattr(one, "layer_name", None) or "") in name:
                 found.append(_Router(module, getattr(one, "index", 0)))
     return found
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Whether any model in it may record their logits: soon said, for one walk of it all."""
+    return _recorder(model) is not None
 
 
 def _recorder(model: nn.Module) -> Any:

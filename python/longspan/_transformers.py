@@ -285,11 +285,13 @@ def redirect(model: torch.nn.Module, state: Parallelized) -> None:
     parts = _pretrained(model)
     redirect_images(parts, state)
     _tiles.redirect(whole_models(model), state)
+    routed = _routers.has_routers(model)
     for part in parts:
         state.look_before(part, functools.partial(_look_for_mask, bool(state.masks)))
         if has_loss(part) and state.group.size() > 1:
             state.look_after(part, _look_at_logits)
-        _routers.redirect(part, state)
+        if routed:
+            _routers.redirect(part, state)
 
 
 def name_attention(model: torch.nn.Module, state: Parallelized, name: str) -> None:
