@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan import linear_cross_entropy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.cuda
 
 
 def on_gpu(*tensors: Tensor | None) -> list[Tensor | None]:
