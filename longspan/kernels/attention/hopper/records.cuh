@@ -176,10 +176,20 @@ __device__ __forceinline__ void hide_some(float (&score)[kCount],
 /// The same, unless every row sees all of it.
 template <int kCount, class Record>
 __device__ __forceinline__ void hide(float (&score)[kCount],
+                                     const Record& record,
+                                     const WorkColumns& columns, int tile,
+                                     int row, int lane) {
+  if (!columns.all_see(tile, 2 * kCount)) {
+    hide_some(score, record, tile, row, lane);
+  }
+}
+
+/// The same, where nobody remembers the columns.
+template <int kCount, class Record>
+__device__ __forceinline__ void hide(float (&score)[kCount],
                                      const Record& record, int tile, int row,
                                      int lane) {
-  if (WorkColumns(record).all_see(tile, 2 * kCount)) return;
-  hide_some(score, record, tile, row, lane);
+  hide(score, record, WorkColumns(record), tile, row, lane);
 }
 
 }  // namespace longspan::hopper

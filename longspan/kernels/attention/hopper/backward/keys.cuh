@@ -168,9 +168,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       pin(pair);
       // Weights, as the forward kernel found them.
       const float unit = bending.of(pair);
-      if (!columns.all_see(tile, Plan::kQueries)) {
-        hide_some(pair, small.record[at.slot], tile, key, lane);
-      }
+      hide(pair, small.record[at.slot], columns, tile, key, lane);
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
       if constexpr (!Plan::kSoftcap) {

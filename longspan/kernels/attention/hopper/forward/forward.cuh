@@ -96,9 +96,7 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       key_at.advance();
       const auto weigh = [&] {
         const float unit = bending.of(score);
-        if (!columns.all_see(tile, Plan::kKeys)) {
-          hide_some(score, small.record[at.slot], tile, query, lane);
-        }
+        hide(score, small.record[at.slot], columns, tile, query, lane);
         softmax.weigh(score, unit);
       };
       weigh();
