@@ -8,6 +8,7 @@ their own; `sum_gradients` corrects for that.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -215,7 +216,7 @@ def _refuse_weights(model: nn.Module, group: Group) -> None:
     """Of ranks that differ, at the first sum: drawn by a seed of each rank's own, or read from
     other files."""
     own = _remarks.hashes_of_weights(model)
-    names = _C.hash_of(repr(list(own)).encode()) & (1 << 63) - 1
+    names = _remarks.word_of(repr(list(own)).encode())
     if len(set(stacked(torch.tensor(names), group).tolist())) > 1:
         raise ValueError(
             "sum_gradients: the ranks of the group have models with other parameters; give every "
@@ -403,7 +404,8 @@ def _some_of(grad: Tensor, is_table: bool) -> Tensor:
     """The first, or the largest of a table: its first words may not have come."""
     own = local_part(grad).detach()
     if is_table and own.numel():
-        return own.abs().max().view(1)
+        largest: Tensor = torch.linalg.vector_norm(own, math.inf)  # without another table
+        return largest.view(1)
     return (own.view(-1) if own.is_contiguous() else own.flatten())[:_FEW]
 
 

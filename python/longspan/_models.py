@@ -30,11 +30,10 @@ from longspan._scans import Borders, Scans
 from longspan._settings import Settings
 from longspan._sources import Sources
 from longspan._states import StatePlan
-from longspan._steps import MARK as _MARK
 from longspan._steps import guard, unguard
 from longspan._strategy import Strategy
 from longspan._twins import Kinds
-from longspan._walking import modules_in, still
+from longspan._walking import MARK, modules_in, still
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -581,7 +580,7 @@ def set_up(model: torch.nn.Module, state: Parallelized) -> None:
     try:
         _transformers.redirect(model, state)
         for owner in _transformers.entrances(model):
-            state.replace(owner, _MARK, state)
+            state.replace(owner, MARK, state)
             if callable(getattr(owner, "generate", None)):
                 state.replace(owner, "generate", _refuse_to_generate)
             if callable(getattr(owner, "set_attn_implementation", None)):
@@ -613,7 +612,7 @@ def paused(model: Model) -> Iterator[Model]:
     `generate`; after it the model is parallelized as before, also after an exception."""
     check_kind("paused", "model", model, torch.nn.Module, "a torch.nn.Module")
     state = state_of("paused", model)
-    marked = [owner for owner, name, _ in state.undo if name == _MARK]
+    marked = [owner for owner, name, _ in state.undo if name == MARK]
     with state.put_aside():
         looks = [
             owner.register_forward_pre_hook(_refuse_shares, with_kwargs=True)
@@ -648,10 +647,10 @@ def state_of(who: str, model: Any) -> Parallelized:
 
 def find_state(model: torch.nn.Module) -> Parallelized | None:
     """What `parallelize` noted about a model, or None."""
-    state = vars(model).get(_MARK)
+    state = vars(model).get(MARK)
     if state is None:  # it may be in a wrapper
-        marked = (module for module in modules_in(model) if _MARK in module.__dict__)
-        state = next((vars(module)[_MARK] for module in marked), None)
+        marked = (module for module in modules_in(model) if MARK in module.__dict__)
+        state = next((vars(module)[MARK] for module in marked), None)
     assert state is None or isinstance(state, Parallelized)
     return state
 

@@ -19,14 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from longspan import _C
 from longspan._hooks import is_known, name_of, names_in
-from longspan._walking import walked
+from longspan._walking import MARK, modules_in
 from longspan._wrappings import Trained, is_sharded, local_part
 
 _IGNORED = -100
 #: Targets of a row that must all lie one token ahead before we speak.
 _ENOUGH = 8
-#: Numbers of a weight that are compared, and the mark of models that were parallelized.
-_FIRST, _MARK = 16, "_longspan"
+#: Numbers of a weight that are compared.
+_FIRST = 16
 #: What clips numbers, of torch.
 _CLIPS = {
     *("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "clip_"),
@@ -210,7 +210,7 @@ def facts(model: nn.Module, trained: Sequence[Trained]) -> list[int]:
     _looked[model] = looks + 1
     if looks >= _LOOKS:
         return [0] * WORDS
-    weights = _hash(repr(hashes_of_weights(model)).encode()) if looks == 0 else 0
+    weights = word_of(repr(hashes_of_weights(model)).encode()) if looks == 0 else 0
     return [*_random_words(model), _factor_word(trained), weights]
 
 
@@ -263,7 +263,7 @@ def remark_on_hooks(model: nn.Module, rank: int, trained: Sequence[Trained]) -> 
 def hashes_of_weights(model: nn.Module) -> dict[str, int]:
     """Of the first numbers of every parameter that lies whole on each rank, of a model that was
     parallelized: modules of others may be what they like."""
-    if not any(_MARK in vars(module) for _, module in walked(model)):
+    if not any(MARK in module.__dict__ for module in modules_in(model)):
         return {}
     rows = {}
     for name, parameter in model.named_parameters():
@@ -272,7 +272,7 @@ def hashes_of_weights(model: nn.Module) -> dict[str, int]:
             while row.dim() > 1 and len(row):
                 row = row[0]
             rows[name] = row.reshape(-1)[:_FIRST]
-    return {name: _hash(repr(row.tolist()).encode()) for name, row in rows.items()}
+    return {name: word_of(repr(row.tolist()).encode()) for name, row in rows.items()}
 
 
 def watch_scale(parameters: Sequence[nn.Parameter]) -> None:
@@ -330,8 +330,8 @@ def _random_words(model: nn.Module) -> tuple[int, int]:
     cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
     here = f"{socket.gethostname()} {os.getpid()}".encode()
-    return _hash(bytes(state.tolist())), _hash(here)
+    return word_of(bytes(state.tolist())), word_of(here)
 
 
-def _hash(data: bytes) -> int:
+def word_of(data: bytes) -> int:
     return _C.hash_of(data) & (1 << 63) - 1 | 1

@@ -18,10 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from longspan._gradients import is_summed
+from longspan._walking import MARK
 from longspan._wrappings import Trained, trained_parameters
-
-#: Where a parallelized module keeps what was done to it.
-MARK = "_longspan"
 
 #: Taken again when garbage is collected inside.
 _lock = threading.RLock()

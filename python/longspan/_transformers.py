@@ -31,9 +31,16 @@ from longspan._recipes.recipe import Recipe, check_no_dropout, not_sharded
 from longspan._remarks import looks_again, remark_on_missing_count, remark_on_own_mean
 from longspan._settings import Settings
 from longspan._sources import sources_of
-from longspan._steps import MARK
 from longspan._twins import fingerprint, in_words, kinds_in, named_kinds
-from longspan._walking import attribute, classes_in, has, modules_in, of_classes, remembered
+from longspan._walking import (
+    MARK,
+    attribute,
+    classes_in,
+    has,
+    modules_in,
+    of_classes,
+    remembered,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -589,7 +596,7 @@ def _check_window(name: str, module: Any) -> None:
 def _check_softcap(name: str, module: Any) -> None:
     """That the plain model has the softcap that we give its scores: SDPA takes none, and some
     versions of transformers choose it all the same."""
-    softcap = getattr(module, "attn_logit_softcapping", None)
+    softcap = attribute(module, "attn_logit_softcapping")
     if softcap and getattr(module.config, "_attn_implementation", None) == "sdpa":
         raise ValueError(
             f"parallelize: '{name}' has a softcap of {softcap:g}, which SDPA leaves out, and the "

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+#: Where a parallelized module keeps what was done to it.
+MARK = "_longspan"
+
 Found = TypeVar("Found")
 Named = tuple[str, nn.Module]
 
