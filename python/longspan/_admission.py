@@ -40,7 +40,7 @@ from longspan._twins import (
     unwrapped,
 )
 from longspan._walking import modules_in, of_classes, walked
-from longspan._wrappings import is_sharded
+from longspan._wrappings import holds_shards
 
 SKIPPED = "not proved (proof=False)"
 #: Of transformers, from and up to; see pyproject.toml.
@@ -229,7 +229,7 @@ def _tail_of(part: Any, wish: Any, known: Known | None) -> Tail | str:
 def _guests_that_all_must_have(model: torch.nn.Module) -> str:
     """A call of a model whose parameters lie on all ranks is one of all ranks."""
     guests = guests_in(model)
-    if not guests or not any(is_sharded(p) for p in model.parameters()):
+    if not guests or not holds_shards(model):
         return ""
     return ", ".join(map(str, guests))
 
@@ -321,7 +321,7 @@ def look_at(part: Any, known: Known) -> list[Part | Guest]:
     check_lookup(part)
     guests = guests_in(part)
     back = backward_guests_in(part)
-    if back and any(map(is_sharded, part.parameters())):
+    if back and holds_shards(part):
         back = []  # a backward pass under fully_shard is one of all ranks, and none is made
     others: list[Part | Guest] = [*known.strangers, *guests, *back]
     if not others:

@@ -25,7 +25,7 @@ class Gradients:
     parameters: dict[str, Tensor]
 
 
-def gradients_of(
+def backward_of(
     model: nn.Module, rows: Callable[[], Tensor], tokens: int, scale: float
 ) -> Gradients:
     """Of one number that is a sum over the rows of an answer, `scale` times; with 0 only what

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan._twins import kind_of, looked_through
 from longspan._walking import modes_kept, modules_in, walked
-from longspan._wrappings import is_fully_sharded, is_sharded
+from longspan._wrappings import holds_shards, is_fully_sharded
 
 #: Packages whose embeddings are tables; others nobody has looked at.
 _LOOKED_AT = ("torch", "transformers", "peft", "bitsandbytes")
@@ -113,7 +113,7 @@ def _difference(one: Tensor, two: Tensor) -> float:
 def _whole(part: nn.Module, table: nn.Module) -> Iterator[None]:
     """Its weights put together, where fully_shard spread them."""
     holder: Any = None
-    if any(is_sharded(parameter) for parameter in table.parameters()):
+    if holds_shards(table):
         holders = [module for module in modules_in(part) if is_fully_sharded(module)]
         around = [one for one in holders if any(inner is table for inner in one.modules())]
         holder = min(around, key=lambda one: sum(1 for _ in one.modules()), default=None)

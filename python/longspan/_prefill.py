@@ -12,7 +12,7 @@ from longspan._arguments import check_kind, check_whole
 from longspan._batch import shard, unshard
 from longspan._local_batch import KEYWORD
 from longspan._models import LocalAttention, state_of
-from longspan._wrappings import is_sharded
+from longspan._wrappings import holds_shards
 
 
 class _Keeping(LocalAttention):
@@ -74,7 +74,7 @@ def _check(part: Any, model: torch.nn.Module, state: Any, batch: Mapping[str, An
             f"prefill: {name} keeps more, or less, than keys and values of each layer; let one "
             f"rank read the prompt, inside `with longspan.paused(model):`"
         )
-    if any(is_sharded(parameter) for parameter in model.parameters()):
+    if holds_shards(model):
         raise NotImplementedError(
             f"prefill: the weights of {name} lie in shards, and one rank could not decode; give a "
             f"model with whole weights"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan._backward import Gradients, in_training
-from longspan._backward import gradients_of as backward_of
+from longspan._backward import Gradients, backward_of, in_training
 from longspan._probing import (
     GRADIENTS,
     SCANNED,
@@ -34,10 +33,13 @@ from longspan._recipes import recipes_in
 from longspan._routers import ASKED
 from longspan._tracing import Pairing, Trace, guilty
 from longspan._twins import OwnRandomness
-from longspan._wrappings import is_sharded
+from longspan._wrappings import holds_shards
 
 #: Ranks that are threads have one state of random numbers.
 _drawing = threading.Lock()
+#: Two parts of the tokens of a call, and how many are in the first.
+_CUT = TOKENS // 3
+_PARTS = slice(0, _CUT), slice(_CUT, None)
 
 
 def check_in_training(model: Any, tolerance: float, draws: Draws) -> None:
@@ -110,10 +112,9 @@ def check_sums(twin: Any) -> None:
     """Gradients of tokens that have nothing to do with each other add up, in training too: a loss
     that a module adds in backward, of its experts say, is no sum. For a parallelized twin, which
     is left in training."""
-    cut = TOKENS // 3
-    every, parts = slice(None), (slice(0, cut), slice(cut, None))
+    every = slice(None)
     ids = ids_of(twin, TOKENS, 9)
-    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
+    positions = torch.cat([torch.arange(_CUT), torch.arange(TOKENS - _CUT)])[None]
 
     def rows(part: slice, seed: int = 16) -> Tensor:
         given = arguments_of(twin, Probe(ids[:, part], positions[:, part]))
@@ -131,7 +132,7 @@ def check_sums(twin: Any) -> None:
         twin.train().zero_grad()
         if not rows(every).detach().equal(rows(every, 17).detach()):
             return  # draws, which depend on how many tokens there are
-        whole, (first, second) = gradients(every), map(gradients, parts)
+        whole, (first, second) = gradients(every), map(gradients, _PARTS)
     except Exception:  # it does not train so: with a batch of its own, it will say why
         return
     scans = any(recipe.carries for _, _, recipe in recipes_in(twin))
@@ -152,7 +153,7 @@ def check_backward(model: Any, tolerance: float, draws: Draws) -> None:
     """*Isolation* of gradients in training, on a user's own model: what comes back at a token
     depends on that token, and what modules add on the way is a sum over tokens. Under fully_shard
     only a whole backward pass is understood, and none is made."""
-    if torch.is_inference_mode_enabled() or any(map(is_sharded, model.parameters())):
+    if torch.is_inference_mode_enabled() or holds_shards(model):
         return
     base, other = Probe.of(model, TOKENS, 1), Probe.of(model, TOKENS, 2).ids
     half = torch.arange(0, TOKENS, 2)
@@ -178,8 +179,9 @@ def check_backward(model: Any, tolerance: float, draws: Draws) -> None:
             changed = with_others(model, base, other, half)
             off, added = None, back(base, 0)
             if any(map(_is_any, (added.inputs, added.parameters))):
+                parts = [Probe(base.ids[:, p], base.positions[:, p]) for p in _PARTS]
                 off = moved(added, back(changed, 0), every[1::2]) or _no_sum(
-                    added, [back(part, 0) for part in _parts(base)], 4 * tolerance
+                    added, [back(part, 0) for part in parts], 4 * tolerance
                 )
             off = off or moved(first, back(changed, 1), every[1::2])
     except Exception:  # it does not train so: with a batch of its own, it will say why
@@ -190,14 +192,6 @@ def check_backward(model: Any, tolerance: float, draws: Draws) -> None:
             f"{off[1]:.0e}, so something adds to it in backward that is no sum over tokens; ranks "
             f"have some of the tokens each"
         )
-
-
-def _parts(call: Probe) -> list[Probe]:
-    cut = TOKENS // 3
-    return [
-        Probe(call.ids[:, part], call.positions[:, part])
-        for part in (slice(0, cut), slice(cut, None))
-    ]
 
 
 def _is_any(gradients: Mapping[str, Tensor]) -> bool:
@@ -220,8 +214,8 @@ def _last_off(one: Gradients, two: Gradients, pairing: Pairing) -> tuple[str, fl
 def _no_sum(
     whole: Gradients, parts: Sequence[Gradients], tolerance: float
 ) -> tuple[str, float] | None:
-    cut = TOKENS // 3
-    first = Pairing(TOKENS, cut, torch.arange(cut), torch.arange(cut), tolerance)
+    tokens = torch.arange(_CUT)
+    first = Pairing(TOKENS, _CUT, tokens, tokens, tolerance)
     one, two = (part.parameters for part in parts)
     learned = {name: gradient for name, gradient in whole.parameters.items() if gradient.any()}
     summed = {name: one[name] + two[name] for name in learned}

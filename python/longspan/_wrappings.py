@@ -75,6 +75,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def holds_shards(module: nn.Module) -> bool:
+    """Whether any parameter in it is one."""
+    return any(map(is_sharded, module.parameters()))
+
+
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether fully_shard went over it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
