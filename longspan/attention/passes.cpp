@@ -245,6 +245,7 @@ void run_backward(const Plan& plan, const Group& group,
                   AttentionGradients& gradients) {
   KeyFlow flow(plan, group, inputs, "backward");
   Homecoming home(plan, group, inputs, gradients);
+  const bool is_all = plan.steps().size() == 1;
   for (std::size_t i = 0; i < plan.steps().size(); ++i) {
     const PlanStep& step = plan.steps()[i];
     const ProfilerRange range(
@@ -252,13 +253,14 @@ void run_backward(const Plan& plan, const Group& group,
     flow.start_next();
     const AttentionInputs now = flow.inputs();
     if (i == 0) {
-      attend_tiles_backward(now, step.lines, answer, gradients);
+      AttentionGradients here{gradients.dq, gradients.dk, gradients.dv, is_all};
+      attend_tiles_backward(now, step.lines, answer, here);
     } else {
       const KeyBlock found = home.room_for(now.k.size(1));
       const TokenRange sent = places_sent(step);
       Accumulator dk = Accumulator::sum_in(found.keys(), sent);
       Accumulator dv = Accumulator::sum_in(found.values(), sent);
-      AttentionGradients here{gradients.dq, dk, dv};
+      AttentionGradients here{gradients.dq, dk, dv, is_all};
       attend_tiles_backward(now, step.lines, answer, here);
       dk.sums();
       dv.sums();

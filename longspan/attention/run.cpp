@@ -211,7 +211,8 @@ Tensors4 attend_backward(const at::Tensor& dout, const at::Tensor& q,
         call.inputs(q_in, k_in, v_in, trade.mine(), scale, softcap);
     const bool by_cudnn =
         inputs.q.is_cuda() && !call.plan->steps().empty() &&
-        !FusedChoice::of_backward(inputs, call.plan->steps()[0].lines)
+        !FusedChoice::of_backward(inputs, call.plan->steps()[0].lines,
+                                  call.plan->steps().size() == 1)
              .cudnn.empty();
     if (by_cudnn) {
       // It wants these to lie alike: once here, not in every step.

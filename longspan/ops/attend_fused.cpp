@@ -40,19 +40,23 @@ std::optional<std::string> why_not(std::string_view name,
   return reason();
 }
 
-/// Few lines, which may become few calls, of as many tokens as cuDNN wants:
+/// Few lines, which may become one segment, of as many tokens as cuDNN wants:
 /// others are not worth the time of the host to look.
-bool may_be_little_work_for_cudnn(const AttentionInputs& inputs,
-                                  std::span<const KeyLines> lines) {
+bool may_be_a_call_for_cudnn(const AttentionInputs& inputs,
+                             std::span<const KeyLines> lines) {
   constexpr int64_t kMost = 8;
   return std::min(inputs.q.size(1), inputs.k.size(1)) >= kLeastTokensOfCudnn &&
          std::ssize(lines) <= kMost * inputs.q.size(0);
 }
 
-/// Few calls, and all of it.
-bool is_little_work_for_cudnn(const FusedChoice& choice, int64_t rows) {
+/// One call for a row, and all of it: what several give must be added up.
+bool is_a_call_for_cudnn(const FusedChoice& choice, int64_t rows) {
+  const auto is_one = [](const FusedSegment& segment) {
+    return segment.is_full() || segment.keys.size() == segment.queries.size();
+  };
   return !choice.why_blocked && choice.flash.empty() &&
-         std::ssize(choice.cudnn) <= 2 * rows;
+         std::ssize(choice.cudnn) <= rows &&
+         std::ranges::all_of(choice.cudnn, is_one);
 }
 
 }  // namespace
@@ -65,16 +69,18 @@ FusedChoice FusedChoice::of(const AttentionInputs& inputs,
 }
 
 FusedChoice FusedChoice::of_backward(const AttentionInputs& inputs,
-                                     std::span<const KeyLines> lines) {
+                                     std::span<const KeyLines> lines,
+                                     bool is_all) {
   const auto reason =
       why_not("hopper", [&] { return why_not_hopper_backward(inputs, lines); });
   if (reason) return FusedChoice::of_torch(inputs, lines, *reason);
-  // Where cuDNN needs hardly more than a call, it is faster: measured by
-  // bench/dense_gpu.py.
-  if (wanted_kernel().empty() && may_be_little_work_for_cudnn(inputs, lines)) {
+  // A call that is all there is cuDNN makes faster (bench/dense_gpu.py), a part
+  // that is added to others it does not (bench/ring_share.py).
+  if (is_all && wanted_kernel().empty() &&
+      may_be_a_call_for_cudnn(inputs, lines)) {
     FusedChoice choice =
         FusedChoice::of_torch(inputs, lines, "cuDNN is faster");
-    if (is_little_work_for_cudnn(choice, inputs.q.size(0))) return choice;
+    if (is_a_call_for_cudnn(choice, inputs.q.size(0))) return choice;
   }
   return {};
 }
@@ -134,7 +140,7 @@ void attend_tiles_backward_fused(const AttentionInputs& inputs,
                                  std::span<const KeyLines> lines,
                                  const AttentionAnswer& answer,
                                  AttentionGradients& gradients) {
-  const auto choice = FusedChoice::of_backward(inputs, lines);
+  const auto choice = FusedChoice::of_backward(inputs, lines, gradients.is_all);
   const ProfilerRange range(
       [&] { return "kernel attend backward, " + choice.to_string(); });
   if (!choice.why_not_hopper) {

@@ -21,8 +21,9 @@ struct FusedChoice {
 
   static FusedChoice of(const AttentionInputs& inputs,
                         std::span<const KeyLines> lines);
+  /// `is_all`: no other call adds to these derivatives.
   static FusedChoice of_backward(const AttentionInputs& inputs,
-                                 std::span<const KeyLines> lines);
+                                 std::span<const KeyLines> lines, bool is_all);
   static FusedChoice of_torch(const AttentionInputs& inputs,
                               std::span<const KeyLines> lines,
                               std::string why_not_hopper);

@@ -44,6 +44,7 @@ struct AttentionAnswer {
 /// Where derivatives are added up: like q, k, v.
 struct AttentionGradients {
   Accumulator &dq, &dk, &dv;
+  bool is_all = true;  ///< one call makes them, and nothing is added to them
 };
 void attend_tiles_backward(const AttentionInputs& inputs,
                            std::span<const KeyLines> lines,
