@@ -12,6 +12,9 @@ falls under load; a yardstick is taken before and after. flex is given one pair 
 for each query, whatever the mask, and is compiled for each shape; the time for compiling
 is not counted, but when there is no time left, what is not compiled is left out.
 
+`fixed order` is the time of our own backward kernel while torch is told to be
+deterministic, by its time in any order; the bar is 1.25.
+
 `answer` says how far ours is from double precision: out, lse and dq of 64 queries of two
 heads, dk and dv of 32 keys of two key heads.
 """
@@ -329,12 +332,16 @@ class Compiler:
         return True
 
 
+def has_own(call: Call) -> bool:
+    with asking_first("hopper"):
+        return call.kernel() == "hopper"
+
+
 def ways_of(call: Call, compiler: Compiler) -> tuple[dict[str, Any], dict[str, str]]:
     """Functions that work, ours first, and what is said of the others."""
     ways: dict[str, Any] = {"ours": call.ours}
     said: dict[str, str] = {}
-    with asking_first("hopper"):
-        has_own = call.kernel() == "hopper"
+    own = has_own(call)
     for name in call.case.against:
         try:
             if name == "flex":
@@ -343,7 +350,7 @@ def ways_of(call: Call, compiler: Compiler) -> tuple[dict[str, Any], dict[str, s
                     continue
                 way = call.flex()
             elif name in FORCED:
-                if not has_own:
+                if not own:
                     said[name] = "the same"
                     continue
                 with asking_first(FORCED[name]):
@@ -373,6 +380,36 @@ def speeds_of(call: Call, ways: dict[str, Any]) -> dict[str, Speed]:
         name: Speed(flops.forward / forward[name] / 1e9, flops.both / both[name] / 1e9)
         for name in ways
     }
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    memory = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # torch's own fills are no work of ours
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+def fixed_order(call: Call) -> float:
+    """By how much backward is slower in one order; not a number if bits differ."""
+    out = call.forced("hopper")()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        with asking_first("hopper"):
+            return torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True)
+
+    def in_order() -> tuple[torch.Tensor, ...]:
+        with deterministic():
+            return backward()
+
+    same = all(torch.equal(a, b) for a, b in zip(in_order(), in_order(), strict=True))
+    times = timed({"any": backward, "fixed": in_order})
+    return times["fixed"] / times["any"] if same else math.nan
 
 
 # ---- Answers.
@@ -493,6 +530,7 @@ def row_of(case: Case, compiler: Compiler) -> Row:
         right = right and own.right("hopper")
         errors = Errors(*(max(both) for both in zip(errors, own, strict=True)))
     speeds = speeds_of(call, ways)
+    fixed = fixed_order(call) if has_own(call) else None
     bar, goal = case.bar, case.goal
     if case.of_sdpa and bar is not None and goal is not None:
         theirs = speeds.get("SDPA", Speed(math.nan, math.nan))
@@ -504,14 +542,15 @@ def row_of(case: Case, compiler: Compiler) -> Row:
     return {
         "case": case.name, "kernel": kernel, "right": right, "answer": str(errors),
         "errors": errors._asdict(), "pairs": call.pairs, "speeds": speeds, "said": said,
-        "bar": bar, "goal": goal, "reached": reached,
+        "fixed order": fixed, "bar": bar, "goal": goal, "reached": reached,
     }  # fmt: skip
 
 
 def failed(case: Case, error: Exception) -> Row:
     return {
         "case": case.name, "kernel": "", "right": False, "answer": reason_of(error),
-        "speeds": {"ours": ""}, "said": {}, "bar": None, "goal": None, "reached": "",
+        "speeds": {"ours": ""}, "said": {}, "fixed order": None, "bar": None, "goal": None,
+        "reached": "",
     }  # fmt: skip
 
 
@@ -571,15 +610,17 @@ def table(rows: list[Row], yardsticks: list[float], tiny: Overhead | None) -> st
         )
     lines += [
         "",
-        "| case | answer | kernel | ours | own kernel | old path | flex, compiled | SDPA | bar "
-        "| goal | reached |",
-        "| --- " * 11 + "|",
+        "| case | answer | kernel | ours | own kernel | old path | flex, compiled | SDPA "
+        "| fixed order | bar | goal | reached |",
+        "| --- " * 12 + "|",
     ]
     for row in rows:
         cells = []
         for name in OTHERS:
             speed, said = row["speeds"].get(name), row["said"].get(name, "")
             cells.append(f"{speed}{', ' * bool(said)}{said}" if speed else said)
+        fixed = row["fixed order"]
+        cells.append("" if fixed is None else f"{fixed:.2f}x")
         marks = [str(row[name] or "") for name in ("bar", "goal")]
         answer = row["answer"] if row["right"] else f"WRONG: {row['answer']}"
         lines.append(

@@ -92,13 +92,13 @@ void attend_tiles_backward_hopper(const AttentionInputs& inputs,
   args.dout = array_of<const void*>(dout);
   args.lse = array_of<const void*>(answer.lse);
   args.delta = array_of<const void*>(answer.delta());
-  args.in_any_order = hopper::has_any_order(args) && !why_not_unordered();
-  PartialAttention dq = args.in_any_order
+  args.in_any_order = !why_not_unordered();
+  args.dq_adds = hopper::adds_up_queries(args);
+  PartialAttention dq = args.dq_adds
                             ? PartialAttention{gradients.dq.sums().out, {}}
                             : gradients.dq.room(in.q.scalar_type());
   args.dq = array_of<void*>(dq.out);
   args.dq_type = *element_type(dq.out.scalar_type());
-  args.dq_adds = args.in_any_order;
   const hopper::BackwardWork work = hopper::backward_work(args);
   args.dk_adds = work.apart > 0;
   const auto place = [&](Accumulator& sum, const at::Tensor& like) {
@@ -113,7 +113,7 @@ void attend_tiles_backward_hopper(const AttentionInputs& inputs,
   const at::Tensor memory = memory_for(work, in.q);
   hopper::attention_backward(args, work, memory.mutable_data_ptr(),
                              current_stream(in.q));
-  if (!args.in_any_order) gradients.dq.add(std::move(dq));
+  if (!args.dq_adds) gradients.dq.add(std::move(dq));
   if (args.dk_adds) return;
   gradients.dk.add(std::move(dk));
   gradients.dv.add(std::move(dv));

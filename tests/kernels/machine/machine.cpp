@@ -118,6 +118,8 @@ const char* failure = nullptr;  // what a fiber said last
 /// How soon copies and products happen: between at once and when nobody can go
 /// on without them. Drawn for every run, each for itself.
 double copies_soon = 0.5, products_soon = 0.5;
+/// Whether sums that were read reach device memory only when nobody can go on.
+bool adds_late = false;
 
 template <class Condition>
 void wait_until(const char* what, const Condition& condition) {
@@ -321,10 +323,11 @@ bool move(Box& box) {
   return true;
 }
 
-bool move_some_box() {
+bool move_some_box(bool late) {
   if (block->boxes.empty()) return false;
   const auto at = block->boxes.begin() +
                   static_cast<std::ptrdiff_t>(order() % block->boxes.size());
+  if (at->read && adds_late && !late) return false;
   if (move(*at)) block->boxes.erase(at);
   return true;
 }
@@ -352,7 +355,7 @@ bool take_turns(bool all) {
   for (Warpgroup& group : block->groups) {
     if (happens(products_soon) && make_next(group)) moved = true;
   }
-  while (happens(copies_soon) && move_some_box()) moved = true;
+  while (happens(copies_soon) && move_some_box(all && !moved)) moved = true;
   return moved;
 }
 
@@ -370,14 +373,18 @@ std::string who_waits() {
   return text.str();
 }
 
-void run_turns(int turns) {
+/// Whether anybody went on: who waits for another block may not.
+bool run_turns(int turns) {
+  bool moved = false;
   for (; turns > 0; --turns) {
-    if (!take_turns(false) && !take_turns(true)) fail(who_waits().c_str());
+    if (!take_turns(false) && !take_turns(true)) return moved;
+    moved = true;
     block->done = std::ranges::all_of(block->fibers, &Fiber::done);
     if (!block->done) continue;
     require(block->boxes.empty(), "a block ends before its copies");
-    return;
+    return true;
   }
+  return true;
 }
 
 /// By itself: what is in registers when a context is taken may be lost.
@@ -430,6 +437,7 @@ void run(int blocks, int threads, std::size_t shared_bytes,
   for (double* const soon : {&copies_soon, &products_soon}) {
     *soon = std::array{0.02, 0.5, 0.98}[order() % 3];
   }
+  adds_late = coin(0.5);
   work = &body;
   failure = nullptr;
   blockDim.x = static_cast<unsigned>(threads);
@@ -438,6 +446,7 @@ void run(int blocks, int threads, std::size_t shared_bytes,
   for (Block& made : all) {
     begin(made, static_cast<int>(&made - all.data()), threads, shared_bytes);
   }
+  std::vector<const Block*> stuck;  // since anybody went on
   for (;;) {
     std::vector<Block*> left;
     for (Block& made : all) {
@@ -446,8 +455,14 @@ void run(int blocks, int threads, std::size_t shared_bytes,
     if (left.empty()) return;
     block = left[order() % left.size()];
     std::memcpy(hopper::memory, block->shared.data(), kMostShared);
-    run_turns(static_cast<int>(1 + order() % 256));
+    const bool moved = run_turns(static_cast<int>(1 + order() % 256));
     std::memcpy(block->shared.data(), hopper::memory, kMostShared);
+    if (moved) {
+      stuck.clear();
+    } else if (std::ranges::find(stuck, block) == stuck.end()) {
+      stuck.push_back(block);
+      if (stuck.size() == left.size()) fail(who_waits().c_str());
+    }
   }
 }
 
@@ -521,6 +536,10 @@ void meet(int number, int threads, bool waits) {
   }
 }
 
+void wait_for_number(const int* at, int least) {
+  wait_until("a number in device memory", [at, least] { return *at >= least; });
+}
+
 void write_shared(uint32_t address, const void* from, std::size_t bytes) {
   require(address % bytes == 0, "a store is not aligned");
   std::memcpy(shared_at(address, bytes), from, bytes);
@@ -543,7 +562,7 @@ void fetch_box(uint32_t to, const void* map, uint32_t barrier,
                           .shared = to,
                           .barrier = barrier,
                           .at = std::to_array(at)});
-  if (coin(copies_soon)) move_some_box();
+  if (coin(copies_soon)) move_some_box(false);
 }
 
 void add_box(const void* map, uint32_t from, const int (&at)[4]) {

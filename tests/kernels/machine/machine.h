@@ -58,6 +58,9 @@ void barrier_wait(uint32_t barrier, uint32_t parity);
 /// Threads of a block by number; `waits`: as one that stays.
 void meet(int number, int threads, bool waits);
 
+/// A number in device memory that another block may write.
+void wait_for_number(const int* at, int least);
+
 /// Ordinary writes of shared memory, and the fence that shows them to
 /// asynchronous instructions.
 void write_shared(uint32_t address, const void* from, std::size_t bytes);

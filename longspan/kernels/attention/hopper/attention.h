@@ -60,17 +60,18 @@ struct DenseBackwardArgs : AttentionBackwardArgs {
   ElementType dq_type = ElementType::float32;  // or the type of q
   ElementType dk_type = ElementType::float32;  // of dk and dv
   bool dq_adds = false, dk_adds = false;
-  /// Whether dq may be added up in the order in which blocks of keys finish,
-  /// other bits in every run: faster. dq_adds then, to floats.
+  /// Whether sums in device memory may come in the order in which blocks of
+  /// keys finish, other bits in every run; else each waits for its turn.
   bool in_any_order = false;
   /// Blocks of keys that see at least so many tiles of 64 queries are dealt
-  /// head by head where dq comes in any order and heads share keys: dk and dv
-  /// then come in any order too. What that adds up costs 2 tiles of work.
+  /// head by head where dq is added up and heads share keys: dk and dv are then
+  /// added up too. That costs 2 tiles of work.
   int tiles_apart = 32;
 };
 
-/// Whether there is that faster way.
-bool has_any_order(const AttentionArgs& args);
+/// Whether blocks of keys add to dq, which is then floats and dq_adds: up to
+/// 128 channels.
+bool adds_up_queries(const AttentionArgs& args);
 
 /// The blocks of keys and of queries for such a call.
 struct BackwardWork {
@@ -79,7 +80,13 @@ struct BackwardWork {
   /// How many of the first blocks of keys are dealt head by head. If any, dk
   /// and dv must be added to (dk_adds).
   int apart = 0;
-  std::size_t bytes() const { return keys.bytes() + queries.bytes(); }
+  /// Numbers that tell whose turn it is: of each head and block of keys, and of
+  /// each key head and block that is dealt head by head.
+  std::size_t added = 0, heads_added = 0;
+  std::size_t table_bytes() const { return keys.bytes() + queries.bytes(); }
+  std::size_t bytes() const {
+    return table_bytes() + (added + heads_added) * sizeof(int32_t);
+  }
 };
 BackwardWork backward_work(const DenseBackwardArgs& args);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <utility>
 
 namespace longspan::hopper {
 
@@ -330,7 +331,8 @@ std::size_t bytes_of(const std::vector<Record>& records) {
 
 template <class Line>
 std::size_t WorkOf<Line>::bytes() const {
-  return kHeader + bytes_of(blocks) + bytes_of(parts) + bytes_of(lines);
+  return kHeader + bytes_of(blocks) + bytes_of(parts) + bytes_of(lines) +
+         bytes_of(turns);
 }
 
 template <class Line>
@@ -345,6 +347,7 @@ std::vector<std::byte> WorkOf<Line>::image() const {
   append(blocks);
   append(parts);
   append(lines);
+  append(turns);
   return made;
 }
 
@@ -378,6 +381,76 @@ LinesByWidth lines_by_width(std::span<const KeyLines> lines, int64_t most) {
 KeyWorkTable key_work_table(std::span<const KeyLines> lines,
                             const WorkShape& shape) {
   return table_of<KeySide, WorkKeyLine>(lines, shape);
+}
+
+namespace {
+
+/// The columns of a block, from its first to its last, and its row.
+struct BlockColumns {
+  int32_t row, first, last;
+  int32_t told;  // of its last part, the first: from here on it tells itself
+  BlockColumns(const KeyWorkTable& table, const WorkBlock& block) {
+    const auto parts = std::span(table.parts)
+                           .subspan(static_cast<std::size_t>(block.first_part),
+                                    static_cast<std::size_t>(block.parts));
+    row = parts.front().row;
+    told = parts.back().first_key;
+    first = std::ranges::min(parts, {}, &WorkPart::first_key).first_key;
+    last = std::ranges::max(parts, {}, &WorkPart::last_key).last_key;
+  }
+};
+
+/// The number of a chain for each block: those whose columns hang together.
+std::vector<std::size_t> chains_of(const std::vector<BlockColumns>& blocks) {
+  std::vector<std::size_t> order(blocks.size()), chains(blocks.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::ranges::stable_sort(order, {}, [&](std::size_t i) {
+    return std::pair(blocks[i].row, blocks[i].first);
+  });
+  std::size_t count = 0;
+  int32_t row = -1, reach = 0;
+  for (const std::size_t i : order) {
+    const BlockColumns& block = blocks[i];
+    const bool goes_on = block.row == row && block.first < reach;
+    reach = goes_on ? std::max(reach, block.last) : block.last;
+    row = block.row;
+    count += goes_on ? 0 : 1;
+    chains[i] = count - 1;
+  }
+  return chains;
+}
+
+}  // namespace
+
+void give_turns(KeyWorkTable& table) {
+  std::vector<BlockColumns> columns;
+  for (const WorkBlock& block : table.blocks) {
+    std::ranges::stable_sort(
+        std::span(table.parts)
+            .subspan(static_cast<std::size_t>(block.first_part),
+                     static_cast<std::size_t>(block.parts)),
+        std::ranges::greater(), &WorkPart::last_key);
+    columns.emplace_back(table, block);
+  }
+  const std::vector<std::size_t> chains = chains_of(columns);
+  struct Chain {
+    int32_t last = -1, reach = 0, begin = WorkTurn::kNever;
+  };
+  std::vector<Chain> walked(chains.size());
+  table.turns.assign(chains.size(), {});
+  for (std::size_t i = 0; i < chains.size(); ++i) {
+    Chain& chain = walked[chains[i]];
+    table.turns[i].before = chain.last;
+    table.turns[i].alone_from = chain.reach;
+    chain.last = narrow(static_cast<int64_t>(i));
+    chain.reach = std::max(chain.reach, columns[i].last);
+  }
+  for (std::size_t i = chains.size(); i-- > 0;) {
+    Chain& chain = walked[chains[i]];
+    table.turns[i].hands_on =
+        chain.begin < columns[i].told ? chain.begin : WorkTurn::kNever;
+    chain.begin = std::min(chain.begin, columns[i].first);
+  }
 }
 
 }  // namespace longspan::hopper

@@ -38,17 +38,33 @@ struct WorkBlock {
   int32_t first_part, parts, tiles, unused;
 };
 
+/// When a block may add to what it has in common with others: those of a chain
+/// share columns and add in the order of the table, each from its last columns
+/// to its first. A block says from which column on everything is added, by
+/// itself and by all before it.
+struct WorkTurn {
+  static constexpr int32_t kNever = 1 << 30;  // beyond every column
+  int32_t before;      // the block before it in the chain, or -1
+  int32_t alone_from;  // no block before it adds from this column on
+  // A later one begins at this column, before the last part of this one does:
+  // so when this is through, it waits for those before to come here, and says
+  // so. Or kNever.
+  int32_t hands_on;
+  int32_t unused;
+};
+
 static_assert(sizeof(WorkLine) == 32 && sizeof(WorkPart) == 32 &&
-              sizeof(WorkBlock) == 16);
+              sizeof(WorkBlock) == 16 && sizeof(WorkTurn) == 16);
 
 template <class Line>
 struct WorkOf {
   std::vector<WorkBlock> blocks;  // those with most tiles first
   std::vector<WorkPart> parts;
   std::vector<Line> lines;
+  std::vector<WorkTurn> turns;  // of the blocks, or none
 
   /// As it lies on the device: a header of zeros where kernels count, then
-  /// blocks, parts and lines.
+  /// blocks, parts, lines and turns.
   static constexpr std::size_t kHeader = 64;
   std::size_t bytes() const;
   std::vector<std::byte> image() const;
@@ -99,5 +115,10 @@ using KeyWorkTable = WorkOf<WorkKeyLine>;
 
 KeyWorkTable key_work_table(std::span<const KeyLines> lines,
                             const WorkShape& shape);
+
+/// Gives blocks turns, and sorts their parts, those with the last columns
+/// first. The order of blocks that share a column follows from their document
+/// alone.
+void give_turns(KeyWorkTable& table);
 
 }  // namespace longspan::hopper

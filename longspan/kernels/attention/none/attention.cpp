@@ -22,7 +22,7 @@ std::optional<std::string> why_not_attention_backward(
   return no_compiler();
 }
 
-bool has_any_order(const AttentionArgs& /*args*/) {
+bool adds_up_queries(const AttentionArgs& /*args*/) {
   return false;
 }
 

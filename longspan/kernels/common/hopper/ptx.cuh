@@ -159,6 +159,39 @@ __device__ __forceinline__ void add_to(float* to, float a, float b, float c,
                : "memory");
 }
 
+// ---- Numbers in device memory, between blocks of threads ------------------
+
+/// Waits until a number that only grows is at least `least`, and says what it
+/// is. What its writer did before is then done, also for the copy engine.
+__device__ __forceinline__ int wait_for_number(const int* at, int least) {
+  int found;
+  for (int polls = 0;; ++polls) {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                 : "=r"(found)
+                 : "l"(at)
+                 : "memory");
+    if (found >= least) break;
+    if (polls > 1 << 26) __trap();
+  }
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return found;
+}
+
+/// Writes it, after all that this thread did and waited for: what the copy
+/// engine did is there once it was waited for.
+__device__ __forceinline__ void tell_number(int* at, int x) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(x)
+               : "memory");
+}
+
+/// Adds one to it, after all that this warp did before it met.
+__device__ __forceinline__ void count_up(int* at) {
+  asm volatile(
+      "fence.acq_rel.gpu;\n"
+      "red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(at)
+      : "memory");
+}
+
 // ---- Registers of a warpgroup --------------------------------------------
 
 template <int kRegisters>

@@ -109,6 +109,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
   *value = longspan::machine::kProcessors;
   return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes,
+                                   cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }

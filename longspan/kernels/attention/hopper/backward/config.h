@@ -36,15 +36,28 @@ struct DenseKeysParams {
   const WorkKeyLine* lines;
   int block_count, queries, heads, key_heads;
   int apart;  // so many of the first blocks are dealt head by head
+  int section_heads, section_key_heads;  // that are dealt block by block
   int heads_per_key_head, head_offset;
   float scale;    // of a product, natural
   float softcap;  // 0: none
   QueryNumbers lse, delta;
   GradientPlace dk, dv;
+  // Where dq is added up in the order of the table, and what heads that share
+  // keys add to dk and dv in the order of heads; or null.
+  const WorkTurn* turns;
+  int* added;  // [heads][blocks]: kNever less the column from which on all is
+  int* heads_added;  // [key_heads][apart]: warps that have
 
   __host__ __device__ int items() const {
     return apart * heads + (block_count - apart) * key_heads;
   }
+};
+
+/// The turn of a part of a block.
+struct TurnRecord {
+  int block;
+  WorkTurn turn;   // hands_on: of the last part
+  int still_from;  // later parts add up to here; 0: there are none
 };
 
 /// What the kernels that make dk and dv keep beside their tiles.
@@ -59,6 +72,7 @@ struct KeysSmall {
   // not there or saw nothing; and delta, times the scale where slopes have it.
   float lse[kStages][kQueries], delta[kStages][kQueries];
   WorkRecord record[kRecords];
+  TurnRecord turn[kRecords];
 };
 
 /// Tiles and shared memory of the kernel that makes dk and dv.

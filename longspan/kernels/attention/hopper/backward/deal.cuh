@@ -1,18 +1,21 @@
 #pragma once
 
-#include "longspan/kernels/attention/hopper/backward/config.h"
+#include "longspan/kernels/attention/hopper/backward/store.cuh"
 #include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/common/hopper/tma.cuh"
 
 namespace longspan::hopper {
 
-/// The heads that use a key head.
-struct SharingHeads {
-  int first, last;
-  __device__ SharingHeads(const DenseKeysParams& params, int key_head) {
-    first = max(key_head * params.heads_per_key_head - params.head_offset, 0);
-    last = min((key_head + 1) * params.heads_per_key_head - params.head_offset,
-               params.heads);
+/// Items in sections of some heads: all blocks of them before the next ones,
+/// each block for one of them after another.
+struct BlockAndHead {
+  int block, head;
+  __device__ BlockAndHead(int item, int blocks, int heads, int section_heads) {
+    const int first = item / (section_heads * blocks) * section_heads;
+    const int width = min(section_heads, heads - first);
+    const int rest = item - first * blocks;
+    block = rest / width;
+    head = first + rest % width;
   }
 };
 
@@ -24,16 +27,29 @@ struct KeysItem {
       : block(0), heads(params, 0) {
     const int alone = params.apart * params.heads;
     if (item < alone) {
-      block = item % params.apart;
-      heads.first = item / params.apart;
-      heads.last = heads.first + 1;
+      const BlockAndHead what(item, params.apart, params.heads,
+                              params.section_heads);
+      block = what.block;
+      heads.first = what.head;
+      heads.last = what.head + 1;
       return;
     }
-    const int others = params.block_count - params.apart;
-    block = params.apart + (item - alone) % others;
-    heads = SharingHeads(params, (item - alone) / others);
+    const BlockAndHead what(item - alone, params.block_count - params.apart,
+                            params.key_heads, params.section_key_heads);
+    block = params.apart + what.block;
+    heads = SharingHeads(params, what.head);
   }
 };
+
+__device__ __forceinline__ void write_turn(TurnRecord& record,
+                                           const DenseKeysParams& params,
+                                           int block, int still_from) {
+  record.block = block;
+  if (params.turns == nullptr) return;
+  record.turn = params.turns[block];
+  record.still_from = still_from;
+  if (still_from > 0) record.turn.hands_on = WorkTurn::kNever;
+}
 
 /// One warp: takes items until there are no more, and writes their parts down.
 template <class Plan>
@@ -60,6 +76,13 @@ __device__ void deal_keys(const DenseKeysParams& params,
           part.full_last = part.full_first;
         }
         barrier_wait(shared_address(&small.record_free[at.slot]), at.round ^ 1);
+        if constexpr (Plan::kWithQueries) {
+          const int later = block.first_part + i + 1;
+          if (lane == 0) {
+            write_turn(small.turn[at.slot], params, what.block,
+                       i + 1 < block.parts ? params.parts[later].last_key : 0);
+          }
+        }
         write_record(small.record[at.slot], part, params.lines,
                      block.tiles * count, head, together, lane);
         barrier_arrive(shared_address(&small.record_ready[at.slot]));
@@ -190,6 +213,45 @@ __device__ void fetch_numbers(const DenseKeysParams& params,
   }
 }
 
+/// The columns of a block and a head to which a thread adds, from the last one
+/// on, when it is their turn. Whom a block waits for was dealt before it.
+struct ColumnsInTurn {
+  const TurnRecord& record;
+  int *mine, *before;
+  int seen = 0;  // of those before
+
+  __device__ ColumnsInTurn(const DenseKeysParams& params,
+                           const TurnRecord& record, int head)
+      : record(record), mine(nullptr), before(nullptr) {
+    if (params.turns == nullptr) return;
+    int* const of_head =
+        params.added + static_cast<int64_t>(head) * params.block_count;
+    mine = of_head + record.block;
+    if (record.turn.before >= 0) before = of_head + record.turn.before;
+  }
+
+  __device__ void wait_for(int column) {
+    const int wanted = WorkTurn::kNever - column;
+    if (before == nullptr || seen >= wanted ||
+        column >= record.turn.alone_from) {
+      return;
+    }
+    seen = wait_for_number(before, wanted);
+  }
+  /// All copies of the thread are done first.
+  __device__ void tell(int column) const {
+    if (mine == nullptr) return;
+    boxes_wait();
+    tell_number(mine, WorkTurn::kNever - max(column, record.still_from));
+  }
+  /// After the last tile.
+  __device__ void hand_on() {
+    if (mine == nullptr || record.turn.hands_on == WorkTurn::kNever) return;
+    wait_for(record.turn.hands_on);
+    tell(record.turn.hands_on);
+  }
+};
+
 /// One thread: has the copy engine add dq of a tile, which all warps wrote
 /// down. Queries past the part get zeros from these keys.
 template <class Plan>
@@ -202,10 +264,12 @@ __device__ void add_queries(const DenseKeysParams& params,
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     const auto& record = small.record[at.slot];
     if (record.tiles < 0) break;
+    ColumnsInTurn turn(params, small.turn[at.slot], record.head);
     for (int tile = last_tile(record, Plan::kQueries);
          tile >= record.first_column; tile -= Plan::kQueries) {
       barrier_wait(shared_address(&small.sums_ready), round);
       round ^= 1;
+      turn.wait_for(tile);
       for (int c = 0; c < Plan::kBoxes; ++c) {
         add_box(&params.dq, base + Plan::kSums + c * Plan::kBoxBytes, 32 * c,
                 tile, record.head, record.row);
@@ -213,7 +277,9 @@ __device__ void add_queries(const DenseKeysParams& params,
       boxes_commit();
       boxes_wait_read();
       barrier_arrive(shared_address(&small.sums_free));
+      turn.tell(tile);
     }
+    turn.hand_on();
     barrier_arrive(shared_address(&small.record_free[at.slot]));
     at.advance();
   }

@@ -298,10 +298,14 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     if (record.tiles > 0) arrive(small.keys_free);
     const int key_head =
         (record.head + params.head_offset) / params.heads_per_key_head;
+    const HeadsInTurn turn(params, small.turn[at.slot].block, record.head,
+                           key_head);
+    turn.wait(lane);
     store_sums<Plan::kType>(dk, Plan::kWithQueries ? 1.f : params.scale,
                             params.dk, record, key_head, key, lane);
     store_sums<Plan::kType>(dv, 1.f, params.dv, record, key_head, key, lane);
     __syncwarp();  // all lanes have read the record
+    turn.pass_on(lane);
     arrive(small.record_free[at.slot]);
     at.advance();
   }

@@ -5,6 +5,41 @@
 
 namespace longspan::hopper {
 
+/// The heads that use a key head.
+struct SharingHeads {
+  int first, last;
+  __device__ SharingHeads(const DenseKeysParams& params, int key_head) {
+    first = max(key_head * params.heads_per_key_head - params.head_offset, 0);
+    last = min((key_head + 1) * params.heads_per_key_head - params.head_offset,
+               params.heads);
+  }
+};
+
+/// Heads that add to the same keys, one after another: those before were dealt
+/// before.
+struct HeadsInTurn {
+  static constexpr int kWarps = 8;
+  int* added = nullptr;
+  int heads_before = 0;
+
+  __device__ HeadsInTurn(const DenseKeysParams& params, int block, int head,
+                         int key_head) {
+    if (params.turns == nullptr || block >= params.apart) return;
+    added = params.heads_added + static_cast<int64_t>(key_head) * params.apart +
+            block;
+    heads_before = head - SharingHeads(params, key_head).first;
+  }
+  __device__ void wait(int lane) const {
+    if (added == nullptr) return;
+    if (lane == 0) wait_for_number(added, heads_before * kWarps);
+    __syncwarp();
+  }
+  /// All lanes have added.
+  __device__ void pass_on(int lane) const {
+    if (added != nullptr && lane == 0) count_up(added);
+  }
+};
+
 /// Writes or adds 64 rows of sums.
 template <ElementType kType, int kCount, class Record>
 __device__ __forceinline__ void store_sums(const float (&sums)[kCount],

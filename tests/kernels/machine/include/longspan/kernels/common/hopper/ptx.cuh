@@ -61,6 +61,17 @@ inline void add_to(float* to, float a, float b) {
   to[1] += b;
 }
 
+inline int wait_for_number(const int* at, int least) {
+  machine::wait_for_number(at, least);
+  return *at;
+}
+inline void tell_number(int* at, int x) {
+  *at = x;
+}
+inline void count_up(int* at) {
+  ++*at;
+}
+
 template <int kRegisters>
 void take_registers() {}
 template <int kRegisters>
