@@ -551,6 +551,154 @@ TEST_P(ChannelsOnPaper, PassNaNsToTheQueriesThatSeeThem) {
   EXPECT_GT(reached, 0);
 }
 
+/// One element that is not finite, backward.
+struct SpoiledCase {
+  int64_t channels;
+  ElementType type = kType;
+  double softcap = 0;
+  friend void PrintTo(const SpoiledCase& c, std::ostream* out) {
+    *out << c.channels << (c.softcap > 0 ? "_soft_cap" : "")
+         << (c.type == ElementType::float16 ? "_float16" : "");
+  }
+};
+class SpoiledOnPaper : public testing::TestWithParam<SpoiledCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    Plans, SpoiledOnPaper,
+    testing::Values(SpoiledCase{64}, SpoiledCase{128}, SpoiledCase{256},
+                    SpoiledCase{512}, SpoiledCase{64, kType, 3},
+                    SpoiledCase{128, ElementType::float16}),
+    testing::PrintToStringParamName());
+
+/// Whose derivatives a token may change: a query's its own and those of keys
+/// that it sees; a key's those of queries that see it and, by what came back
+/// to them, of all keys that they see.
+struct Reached {
+  std::vector<bool> queries, keys;
+};
+Reached reached_from(const CaseInputs& inputs, bool is_query, int64_t token) {
+  const auto& p = inputs.problem;
+  Reached reached{std::vector<bool>(p.queries), std::vector<bool>(p.keys)};
+  if (!is_query) reached.keys[token] = true;
+  for (int64_t query = 0; query < p.queries; ++query) {
+    if (is_query ? query != token : !p.allows(0, query, token)) continue;
+    reached.queries[query] = true;
+    for (int64_t key = 0; key < p.keys; ++key) {
+      if (p.allows(0, query, key)) reached.keys[key] = true;
+    }
+  }
+  return reached;
+}
+
+/// What is spoiled at a token, of the first of two heads that share a key head.
+struct Spoiled {
+  std::string what;
+  double value;
+  int64_t token;
+  bool is_query() const { return what != "k" && what != "v"; }
+};
+
+/// Backward from out and lse of the oracle.
+Answer derivatives(const CaseInputs& inputs, const Answer& ahead,
+                   ElementType type, Order order) {
+  machine::set_seed(14);
+  AttentionArrays arrays = test::arrays_of(inputs, type);
+  arrays.out.fill(ahead.out);
+  arrays.lse.fill(ahead.lse);
+  backward(inputs, arrays, order);
+  return test::answer_in(arrays);
+}
+
+/// Others have the derivatives of `without`: their bits, in the fixed order.
+void expect_reached_alone(const Answer& with, const Answer& without,
+                          const Answer& exact, const Reached& reached,
+                          bool is_query, Order order, int64_t channels) {
+  for (std::size_t part = 2; part < test::kParts.size(); ++part) {
+    const bool is_dq = test::kParts[part] == &Answer::dq;
+    const test::Values &found = with.*test::kParts[part],
+                       &clean = without.*test::kParts[part],
+                       &right = exact.*test::kParts[part];
+    const double near = order == Order::fixed ? 0 : 1e-5 * test::largest(clean);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const std::size_t row = i / static_cast<std::size_t>(channels);
+      const bool is_reached =
+          is_dq ? reached.queries[row / 2] && (!is_query || row % 2 == 0)
+                : reached.keys[row];
+      if (!is_reached) {
+        ASSERT_NEAR(found[i], clean[i], near)
+            << test::kPartNames[part] << " of row " << row;
+      } else if (!std::isfinite(right[i])) {
+        ASSERT_FALSE(std::isfinite(found[i]))
+            << test::kPartNames[part] << " of row " << row;
+      }
+    }
+  }
+}
+
+/// A NaN or an infinity reaches derivatives of who sees it or whom it sees.
+/// Beside it in a tile lie queries that do not see a key yet, or no more, and
+/// other documents; below the last keys of a document, in a block, those of the
+/// next one.
+TEST_P(SpoiledOnPaper, ElementsReachDerivativesOfWhoSeesThem) {
+  const auto [channels, type, softcap] = GetParam();
+  const CaseInputs clean =
+      test::inputs_of({.name = "spoiled",
+                       .queries = 250,
+                       .keys = 250,
+                       .heads = 2,
+                       .heads_per_key_head = 2,
+                       .head_dim = channels,
+                       .value_dim = channels,
+                       .softcap = softcap,
+                       .lines = {test::all_of({0, 140}, {0, 140}),
+                                 test::causal({140, 170}, {140, 170}),
+                                 test::band({170, 250}, {170, 250}, 0, 20)}},
+                      type);
+  std::vector<Spoiled> cases;
+  for (const char* what : {"q", "k", "v", "dout", "lse"}) {
+    for (const double value : {double{NAN}, double{INFINITY}}) {
+      for (const int64_t token : {139, 160, 215}) {
+        cases.push_back({what, value, token});
+      }
+    }
+  }
+  std::vector<Order> orders{Order::fixed};
+  if (channels <= 128) orders.push_back(Order::any);
+  const Answer ahead = test::slow_answer<double>(clean);
+  for (const Order order : orders) {
+    const Answer without = derivatives(clean, ahead, type, order);
+    for (const Spoiled& c : cases) {
+      CaseInputs inputs = clean;
+      Answer exact = ahead;
+      const auto token = static_cast<std::size_t>(c.token);
+      if (c.what == "lse") {
+        exact.lse[2 * token] = c.value;
+      } else {
+        const auto row = token * static_cast<std::size_t>(channels);
+        if (c.what == "q") inputs.problem.q[2 * row + 7] = c.value;
+        if (c.what == "k") inputs.problem.k[row + 7] = c.value;
+        if (c.what == "v") inputs.problem.v[row + 7] = c.value;
+        if (c.what == "dout") inputs.dout[2 * row + 7] = c.value;
+        exact = test::slow_answer<double>(inputs);
+      }
+      SCOPED_TRACE(c.what + " of token " + std::to_string(c.token) + " is " +
+                   std::to_string(c.value) +
+                   (order == Order::any ? ", any order" : ", fixed order"));
+      const Answer with = derivatives(inputs, exact, type, order);
+      expect_reached_alone(with, without, exact,
+                           reached_from(inputs, c.is_query(), c.token),
+                           c.is_query(), order, channels);
+      if (HasFatalFailure()) return;
+      if (std::isnan(c.value)) {
+        const auto& reached =
+            c.what == "v" || c.what == "k" ? with.dk : with.dq;
+        const auto heads = c.is_query() ? 2u : 1u;
+        ASSERT_TRUE(std::isnan(
+            reached[token * heads * static_cast<std::size_t>(channels)]));
+      }
+    }
+  }
+}
+
 /// Answers of 16 bits, whose pieces are exchanged on their way out.
 class HalvesOnPaper : public testing::TestWithParam<ElementType> {};
 INSTANTIATE_TEST_SUITE_P(Types, HalvesOnPaper,

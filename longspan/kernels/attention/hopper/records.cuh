@@ -147,29 +147,61 @@ struct WorkColumns {
   }
 };
 
+/// What a thread's two rows see of the columns of a tile that are the thread's.
+template <int kCount>
+struct SeenColumns {
+  // Bit 2 j + e is column 8 j + e from the thread's first one on.
+  uint32_t bits[2][(kCount / 2 + 31) / 32];
+  template <class Record>
+  __device__ __forceinline__ SeenColumns(const Record& record, int tile,
+                                         int row, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int mine = tile + 2 * (lane & 3);
+      const int begin = record.begin[row + 8 * i] - mine;
+      const int end = record.end[row + 8 * i] - mine;
+      const int first = bits_before(begin), last = bits_before(end);
+#pragma unroll
+      for (int w = 0; w < (kCount / 2 + 31) / 32; ++w) {
+        bits[i][w] = low_bits(last - 32 * w) & ~low_bits(first - 32 * w);
+      }
+    }
+  }
+  /// Of element i of a product.
+  __device__ bool operator()(int i) const {
+    const int bit = 2 * (i / 4) + (i & 1);
+    return bits[i / 2 & 1][bit / 32] >> (bit % 32) & 1;
+  }
+};
+
 /// Hides what a thread's two rows do not see of a tile of columns.
 template <int kCount, class Record>
 __device__ __forceinline__ void hide_some(float (&score)[kCount],
                                           const Record& record, int tile,
                                           int row, int lane) {
-  // Bit 2 j + e is column 8 j + e from the thread's first one on.
-  uint32_t seen[2][(kCount / 2 + 31) / 32];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int mine = tile + 2 * (lane & 3);
-    const int begin = record.begin[row + 8 * i] - mine;
-    const int end = record.end[row + 8 * i] - mine;
-    const int first = bits_before(begin), last = bits_before(end);
-#pragma unroll
-    for (int w = 0; w < (kCount / 2 + 31) / 32; ++w) {
-      seen[i][w] = low_bits(last - 32 * w) & ~low_bits(first - 32 * w);
-    }
-  }
+  const SeenColumns<kCount> seen(record, tile, row, lane);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int half = i / 2 & 1, bit = 2 * (i / 4) + (i & 1);
-    const bool visible = seen[half][bit / 32] >> (bit % 32) & 1;
-    score[i] = visible ? score[i] : -INFINITY;
+    score[i] = seen(i) ? score[i] : -INFINITY;
+  }
+}
+
+/// Weights, or derivatives of scores, of what they do not see are 0, whatever
+/// they were made of. Operands as `pack_operand` makes them, over the columns
+/// of a tile.
+template <int kSteps, class Record>
+__device__ __forceinline__ void hide_some(uint32_t (&operand)[kSteps][4],
+                                          const Record& record, int tile,
+                                          int row, int lane) {
+  const SeenColumns<8 * kSteps> seen(record, tile, row, lane);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * k + 2 * i;
+      operand[k][i] &=
+          (seen(at) ? 0xFFFFu : 0) | (seen(at + 1) ? 0xFFFF0000u : 0);
+    }
   }
 }
 

@@ -126,6 +126,28 @@ __device__ __forceinline__ void store_pair(uint32_t to, float x, float y) {
                : "memory");
 }
 
+/// 16 bytes of shared memory, and 4.
+__device__ __forceinline__ uint4 load_piece(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_piece(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x),
+               "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 /// Stores without a branch.
 __device__ __forceinline__ void store_if(bool does, float* to, float x) {
   asm volatile(

@@ -48,6 +48,11 @@ inline int max(int x, int y) {
   return x > y ? x : y;
 }
 using std::isinf;
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
 inline float __fdividef(float x, float y) {
   return x / y;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "longspan/kernels/attention/hopper/backward/deal.cuh"
+#include "longspan/kernels/attention/hopper/backward/spoiled.cuh"
 #include "longspan/kernels/attention/hopper/backward/store.cuh"
 #include "longspan/kernels/common/ampere/launch.h"
 #include "longspan/kernels/common/hopper/wgmma.cuh"
@@ -77,8 +78,52 @@ __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
   }
 }
 
-/// Barriers by number: both warpgroups have written their slopes.
-enum DenseKeysMeeting { kSlopesWritten = 1 };
+/// The same by hand, for a thread whose sums are not finite: over keys that a
+/// query sees, where the product multiplies all others with 0.
+template <class Plan, class Record>
+__device__ __forceinline__ void sum_seen_keys(float (&dq)[Plan::kHeadDim / 4],
+                                              uint32_t slopes,
+                                              const Record& record, int tile,
+                                              int group, int warp, int lane) {
+  const int query = 16 * warp + lane / 4;
+#pragma unroll
+  for (int i = 0; i < Plan::kHeadDim / 4; ++i) dq[i] = 0.f;
+#pragma unroll 1
+  for (int key = 0; key < Plan::kKeys; ++key) {
+    const uint32_t row = slopes + key / 64 * Plan::kSlopeBytes;
+    bool seen[2];
+    float slope[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int mine = query + 8 * i;
+      seen[i] =
+          tile + mine >= record.begin[key] && tile + mine < record.end[key];
+      const uint32_t pair =
+          load_word(row + piece_place(key % 64, mine / 8) + 4 * (mine % 8 / 2));
+      slope[i] = float_of<Plan::kType>(pair >> 16 * (mine & 1) & 0xFFFF);
+    }
+#pragma unroll
+    for (int j = 0; j < Plan::kHeadDim / 16; ++j) {
+      const int piece = group * Plan::kHeadDim / 16 + j;
+      const uint32_t pair =
+          load_word(kSharedBase + Plan::kKey + piece / 8 * Plan::kKeyBlock +
+                    piece_place(key, piece % 8) + 4 * (lane & 3));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float x = float_of<Plan::kType>(pair >> 16 * e & 0xFFFF);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& sum = dq[4 * j + 2 * i + e];
+          if (seen[i]) sum = fmaf(slope[i], x, sum);
+        }
+      }
+    }
+  }
+}
+
+/// Barriers by number: both warpgroups have written their slopes; both have
+/// found what is not finite in a tile.
+enum DenseKeysMeeting { kSlopesWritten = 1, kSpoiledFound };
 
 // ---- A warpgroup of arithmetic -------------------------------------------
 
@@ -166,9 +211,30 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       wgmma_commit();
       wgmma_wait<1>();
       pin(pair);
-      // Weights, as the forward kernel found them.
+      if (!columns.all_see(tile, Plan::kQueries)) {
+        const float* deltas = small.delta[stage.slot];
+        if (holds_spoiled(pair, deltas[lane], deltas[lane + 32])) {
+          wgmma_wait<0>();
+          pin(slope);
+          if (finds_spoiled_queries<Plan>(query, dout, deltas, lane)) {
+            add_seen_spoiled<Plan::kType>(dk, query, small.record[at.slot],
+                                          tile, key, lane);
+            add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
+                                          key, lane);
+            clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
+                                   Plan::kDoutBytes>(kSpoiledFound, query,
+                                                     dout);
+          }
+        }
+      }
+      // Weights, as the forward kernel found them, and of hidden pairs too:
+      // those are 0 when they become an operand.
       const float unit = bending.of(pair);
-      hide(pair, small.record[at.slot], columns, tile, key, lane);
+      const auto hide_operand = [&](uint32_t(&operand)[4][4]) {
+        if (!columns.all_see(tile, Plan::kQueries)) {
+          hide_some(operand, small.record[at.slot], tile, key, lane);
+        }
+      };
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
       if constexpr (!Plan::kSoftcap) {
@@ -185,6 +251,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         for (int k = 0; k < 4; ++k) {
           pack_operand<Plan::kType>(weight[k], pair, k);
         }
+        hide_operand(weight);
         wgmma_fence();
         issue_sums<Plan::kType, Plan::kValueDim / 2, Plan::kQueryBlock>(
             dv, weight, dout);
@@ -212,6 +279,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
           }
           pack_operand<Plan::kType>(weight[j / 2], made, 0);
         }
+        hide_operand(weight);
         wgmma_fence();
         issue_sums<Plan::kType, Plan::kValueDim / 2, Plan::kQueryBlock>(
             dv, weight, dout);
@@ -228,7 +296,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
             float& x = slope[4 * j + i];
             const float p =
                 exp2_fast(fmaf(score, unit, -(i & 1 ? sum.y : sum.x)));
-            // A hidden score is infinite, and its bend too.
+            // A bent score may exceed 1 by a last bit.
             const float bent = fmaxf(fmaf(-score, score, 1.f), 0.f);
             x = p * bent * fmaf(x, times, -(i & 1 ? mean.y : mean.x));
           }
@@ -239,6 +307,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       for (int k = 0; k < 4; ++k) {
         pack_operand<Plan::kType>(operand[k], slope, k);
       }
+      hide_operand(operand);
       if constexpr (Plan::kWithQueries) {
         float dq[Plan::kHeadDim / 4];
         const uint32_t slopes =
@@ -257,6 +326,10 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         pin(dv);
         pin(dq);
         arrive(small.dout_free[stage.slot]);
+        if (!columns.all_see(tile, Plan::kQueries) && holds_spoiled(dq)) {
+          sum_seen_keys<Plan>(dq, slopes, small.record[at.slot], tile, group,
+                              warp, lane);
+        }
         barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
         sums_round ^= 1;
         write_boxes<Plan::kBoxBytes>(dq, 1.f, my_sums, lane);

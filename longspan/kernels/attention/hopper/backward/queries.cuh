@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "longspan/kernels/attention/hopper/backward/spoiled.cuh"
 #include "longspan/kernels/attention/hopper/backward/store.cuh"
 #include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/attention/hopper/forward/deal.cuh"
@@ -91,6 +92,9 @@ __device__ __forceinline__ void issue_tile(float (&pairs)[Plan::kKeys / 2],
 
 // ---- A warpgroup of arithmetic -------------------------------------------
 
+/// Barriers by number: both warpgroups have found what is not finite in a tile.
+enum DenseQueriesMeeting { kSpoiledKeysFound = 1 };
+
 /// What the forward pass said of a thread's two queries: lse in powers of two,
 /// infinite for those that are not there or saw nothing, and delta.
 struct QueryFacts {
@@ -174,9 +178,23 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
       }
       wgmma_wait<Plan::kSoftcap ? 0 : 1>();
       pin(pair);
+      const bool all_see =
+          WorkColumns(small.record[at.slot]).all_see(tile, Plan::kKeys);
+      if (!all_see && holds_spoiled(pair)) {
+        wgmma_wait<0>();
+        pin(slope);
+        pin(dq);
+        const uint32_t keys =
+            kSharedBase + Plan::kKey + stage.slot * Plan::kKeyBytes;
+        if (finds_spoiled<Plan::kType, Plan::kKeyBytes>(keys, lane)) {
+          add_seen_spoiled<Plan::kType>(dq, keys, small.record[at.slot], tile,
+                                        query, lane);
+          clear_spoiled_together<Plan::kType, Plan::kKeyBytes>(
+              kSpoiledKeysFound, keys);
+        }
+      }
       const float unit =
           bend(pair, params.scale, Plan::kSoftcap ? params.softcap : 0.f);
-      hide(pair, small.record[at.slot], tile, query, lane);
       if constexpr (!Plan::kSoftcap) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -192,7 +210,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
         const float more = slope[i] - facts.delta[i / 2 & 1];
         if constexpr (Plan::kSoftcap) {
           const float p = exp2_fast(fmaf(pair[i], unit, -facts.lse[i / 2 & 1]));
-          // A hidden score is infinite, and its bend too.
+          // A bent score may exceed 1 by a last bit.
           const float bent = fmaxf(fmaf(-pair[i], pair[i], 1.f), 0.f);
           slope[i] = p * bent * more;
         } else {
@@ -202,8 +220,12 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
 #pragma unroll
       for (int k = 0; k < Plan::kKeys / 16; ++k) {
         pack_operand<Plan::kType>(operand[k], slope, k);
-        pin(operand[k]);
       }
+      if (!all_see) {
+        hide_some(operand, small.record[at.slot], tile, query, lane);
+      }
+#pragma unroll
+      for (int k = 0; k < Plan::kKeys / 16; ++k) pin(operand[k]);
       const int slot = stage.slot;
       stage.advance();
       if (kAhead && left > 1) wait_for_tile();

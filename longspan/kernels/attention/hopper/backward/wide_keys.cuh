@@ -57,9 +57,21 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
       wgmma_wait<0>();
       pin(pair);
       pin(slope);
+      const bool all_see =
+          WorkColumns(small.record[at.slot]).all_see(tile, Plan::kQueries);
+      const uint32_t summed = group == 0 ? dout : query;
+      if (!all_see) {
+        const float* deltas = small.delta[stage.slot];
+        if (holds_spoiled(pair, deltas[lane], deltas[lane + 32]) &&
+            finds_spoiled_queries<Plan>(query, dout, deltas, lane)) {
+          add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
+                                        tile, key, lane);
+          clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
+                                 Plan::kDoutBytes>(kSpoiledFound, query, dout);
+        }
+      }
       const float unit =
           bend(pair, params.scale, Plan::kSoftcap ? params.softcap : 0.f);
-      hide(pair, small.record[at.slot], tile, key, lane);
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
 #pragma unroll
@@ -70,7 +82,7 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
         for (int i = 0; i < 4; ++i) {
           float& x = pair[4 * j + i];
           const float p = exp2_fast(fmaf(x, unit, -(i & 1 ? sum.y : sum.x)));
-          // A hidden score is infinite, and its bend too.
+          // A bent score may exceed 1 by a last bit.
           const float bent =
               Plan::kSoftcap ? fmaxf(fmaf(-x, x, 1.f), 0.f) : 1.f;
           const float more = slope[4 * j + i] - (i & 1 ? mean.y : mean.x);
@@ -82,9 +94,12 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
       for (int k = 0; k < 4; ++k) {
         pack_operand<Plan::kType>(operand[k], pair, k);
       }
+      if (!all_see) {
+        hide_some(operand, small.record[at.slot], tile, key, lane);
+      }
       wgmma_fence();
       issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
-          sums, operand, group == 0 ? dout : query);
+          sums, operand, summed);
       wgmma_commit();
       wgmma_wait<0>();
       pin(sums);

@@ -4,6 +4,7 @@
 
 #include "longspan/kernels/attention/hopper/backward/deal.cuh"
 #include "longspan/kernels/attention/hopper/backward/queries.cuh"
+#include "longspan/kernels/attention/hopper/backward/spoiled.cuh"
 #include "longspan/kernels/attention/hopper/backward/store.cuh"
 #include "longspan/kernels/attention/hopper/backward/widest_config.h"
 #include "longspan/kernels/common/ampere/launch.h"
@@ -174,8 +175,9 @@ struct PairFacts<Plan> {
   }
 };
 
-/// Barriers by number: both warpgroups have written what is summed.
-enum WidestMeeting { kPairsWritten = 1 };
+/// Barriers by number: both warpgroups have written what is summed; both have
+/// found what is not finite.
+enum WidestMeeting { kPairsWritten = 1, kSpoiledColumnsFound };
 
 template <class Plan>
 __device__ __forceinline__ void derive_widest(
@@ -256,16 +258,31 @@ __device__ __forceinline__ void derive_widest(
       wgmma_wait<0>();
       pin(pair);
       if (left == 1) arrive(small.rows_free);
+      const bool all_see =
+          WorkColumns(small.record[at.slot]).all_see(walk.tile, Plan::kColumns);
+      // A column that is summed leaves its trace in scores of one warpgroup,
+      // which tells the other; one of dout in its delta, which both know.
+      bool spoiled = false;
+      if (!all_see) {
+        if constexpr (Plan::kSlopes) {
+          if (holds_spoiled(pair) && lane == 0) {
+            small.spoiled_at[column_round] = left;
+          }
+        } else {
+          const float deltas[2] = {small.delta[0][lane],
+                                   small.delta[0][lane + 32]};
+          spoiled = holds_spoiled(deltas);
+        }
+      }
       const float unit =
           bend(pair, params.scale, Plan::kSoftcap ? params.softcap : 0.f);
-      hide(pair, small.record[at.slot], walk.tile + column, row, lane);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const float2 fact = facts(small, column + 2 * (lane & 3), i);
         const float score = pair[i];
         pair[i] = exp2_fast(fmaf(score, unit, -fact.x));
         if constexpr (Plan::kSlopes) {
-          // A hidden score is infinite, and its bend too.
+          // A bent score may exceed 1 by a last bit.
           const float bent =
               Plan::kSoftcap ? fmaxf(fmaf(-score, score, 1.f), 0.f) : 1.f;
           pair[i] *= bent * (slope[i] - fact.y);
@@ -275,6 +292,10 @@ __device__ __forceinline__ void derive_widest(
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         pack_operand<Plan::kType>(operand[k], pair, k);
+      }
+      if (!all_see) {
+        hide_some(operand, small.record[at.slot], walk.tile + column, row,
+                  lane);
       }
       const uint32_t place =
           kSharedBase + Plan::kPairs + pairs.slot * Plan::kBlock;
@@ -286,6 +307,15 @@ __device__ __forceinline__ void derive_widest(
         barrier_wait(shared_address(&small.value_ready[0]), value.round);
       }
       meet(kPairsWritten, 256);
+      if (!all_see) {
+        if (Plan::kSlopes) spoiled = small.spoiled_at[column_round] == left;
+        if (spoiled) {
+          add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
+                                        walk.tile, row, lane);
+          clear_spoiled_together<Plan::kType, Plan::kTile>(
+              kSpoiledColumnsFound, kSharedBase + Plan::kSummed);
+        }
+      }
       wgmma_fence();
       issue_widest_sums<Plan::kType>(sums, place, summed);
       wgmma_commit();
@@ -348,6 +378,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       init(small.record_free[i],
            Plan::kConsumerWarps + (Plan::kByKeys ? 2 : 1));
     }
+    small.spoiled_at[0] = small.spoiled_at[1] = 0;
     barrier_init_fence();
   }
   __syncthreads();

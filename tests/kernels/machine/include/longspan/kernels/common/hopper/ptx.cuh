@@ -56,6 +56,20 @@ inline void store_pair(uint32_t to, float x, float y) {
   machine::write_shared(to, pair, sizeof pair);
 }
 
+inline uint4 load_piece(uint32_t from) {
+  uint4 x;
+  std::memcpy(&x, machine::shared_at(from, sizeof x), sizeof x);
+  return x;
+}
+inline uint32_t load_word(uint32_t from) {
+  uint32_t x;
+  std::memcpy(&x, machine::shared_at(from, sizeof x), sizeof x);
+  return x;
+}
+inline void store_piece(uint32_t to, uint4 x) {
+  machine::write_shared(to, &x, sizeof x);
+}
+
 inline void add_to(float* to, float a, float b) {
   to[0] += a;
   to[1] += b;

@@ -1,0 +1,157 @@
+#pragma once
+
+#include "longspan/kernels/attention/hopper/records.cuh"
+#include "longspan/kernels/common/element.h"
+#include "longspan/kernels/common/hopper/fragment.cuh"
+
+namespace longspan::hopper {
+
+/// NaNs and infinities in what is summed over the columns of a tile that some
+/// row does not see whole. A weight of 0 hides what is finite: 0 * NaN is NaN.
+/// So what is not finite is added by hand to the sums of who sees it, and is 0
+/// in the tile from then on. Who looks for it has met its traces in registers:
+/// scores of a spoiled row are not finite either.
+///
+/// Tiles are blocks of 64 channels and 64 columns, one after another.
+
+/// Whether anything that a warp holds is not finite.
+template <int kCount>
+__device__ __forceinline__ bool holds_spoiled(const float (&x)[kCount],
+                                              float more = 0.f,
+                                              float yet_more = 0.f) {
+  float nothing[2] = {fmaf(more, 0.f, 0.f), fmaf(yet_more, 0.f, 0.f)};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    nothing[i & 1] = fmaf(x[i], 0.f, nothing[i & 1]);
+  }
+  return __any_sync(~0u, nothing[0] + nothing[1] != 0.f);
+}
+
+/// Of 16 bits.
+template <ElementType kType>
+__device__ __forceinline__ bool is_spoiled(uint32_t bits) {
+  constexpr uint32_t kExponent =
+      kType == ElementType::float16 ? 0x7C00 : 0x7F80;
+  return (bits & kExponent) == kExponent;
+}
+
+/// Of 16 bits that are no finite number, the float.
+template <ElementType kType>
+__device__ __forceinline__ float spoiled_value(uint32_t bits) {
+  const bool is_infinite =
+      (bits & (kType == ElementType::float16 ? 0x3FF : 0x7F)) == 0;
+  if (!is_infinite) return NAN;
+  return (bits & 0x8000) != 0 ? -INFINITY : INFINITY;
+}
+
+/// Of any 16 bits.
+template <ElementType kType>
+__device__ __forceinline__ float float_of(uint32_t bits) {
+  if (is_spoiled<kType>(bits)) return spoiled_value<kType>(bits);
+  if constexpr (kType == ElementType::float16) {
+    const float sized = __uint_as_float((bits & 0x7FFF) << 13) * 0x1p112f;
+    return (bits & 0x8000) != 0 ? -sized : sized;
+  } else {
+    return __uint_as_float(bits << 16);
+  }
+}
+
+/// Two elements, without those that are not finite.
+template <ElementType kType>
+__device__ __forceinline__ uint32_t cleared(uint32_t pair) {
+  if (is_spoiled<kType>(pair)) pair &= 0xFFFF0000;
+  if (is_spoiled<kType>(pair >> 16)) pair &= 0x0000FFFF;
+  return pair;
+}
+
+/// Whether there are any in kBytes. Each warp looks through all of them: it may
+/// be the only one here, and then there are none.
+template <ElementType kType, uint32_t kBytes>
+__device__ __forceinline__ bool finds_spoiled(uint32_t tile, int lane) {
+  uint32_t differ = 0;
+#pragma unroll 1
+  for (uint32_t i = lane * 16; i < kBytes; i += 32 * 16) {
+    const uint4 x = load_piece(tile + i);
+    differ |= (x.x ^ cleared<kType>(x.x)) | (x.y ^ cleared<kType>(x.y)) |
+              (x.z ^ cleared<kType>(x.z)) | (x.w ^ cleared<kType>(x.w));
+  }
+  return __any_sync(~0u, differ != 0);
+}
+
+/// Adds them to those of a thread's two rows that see them; `first` is the
+/// first column.
+template <ElementType kType, int kCount, class Record>
+__device__ __forceinline__ void add_seen_spoiled(float (&sums)[kCount],
+                                                 uint32_t tile,
+                                                 const Record& record,
+                                                 int first, int row, int lane) {
+#pragma unroll 1
+  for (int column = 0; column < 64; ++column) {
+    bool seen[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      seen[i] = first + column >= record.begin[row + 8 * i] &&
+                first + column < record.end[row + 8 * i];
+    }
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const uint32_t pair =
+          load_word(tile + j / 8 * (64 * kRowBytes) +
+                    piece_place(column, j % 8) + 4 * (lane & 3));
+      if (pair == cleared<kType>(pair)) continue;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t bits = pair >> (16 * e) & 0xFFFF;
+        if (!is_spoiled<kType>(bits)) continue;
+        const float value = spoiled_value<kType>(bits);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (seen[i]) sums[4 * j + 2 * i + e] += value;
+        }
+      }
+    }
+  }
+}
+
+/// A share of both warpgroups' work: sets those of kBytes to 0.
+template <ElementType kType, uint32_t kBytes>
+__device__ __forceinline__ void clear_spoiled_share(uint32_t tile) {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x * 16; i < kBytes; i += 256 * 16) {
+    const uint4 x = load_piece(tile + i);
+    store_piece(tile + i, make_uint4(cleared<kType>(x.x), cleared<kType>(x.y),
+                                     cleared<kType>(x.z), cleared<kType>(x.w)));
+  }
+}
+
+/// Both warpgroups, when all of a warp's products that read the tiles are
+/// made, and it has added its sums.
+template <ElementType kType, uint32_t kBytes, uint32_t kOtherBytes = 0>
+__device__ __forceinline__ void clear_spoiled_together(int meeting,
+                                                       uint32_t tile,
+                                                       uint32_t other = 0) {
+  meet(meeting, 256);
+  clear_spoiled_share<kType, kBytes>(tile);
+  if constexpr (kOtherBytes > 0) {
+    clear_spoiled_share<kType, kOtherBytes>(other);
+  }
+  fence_for_wgmma();
+  meet(meeting, 256);
+}
+
+/// Whether a tile of queries, whose scores or delta are not finite, is spoiled.
+/// All warps say the same: a spoiled query or dout left its trace in each of
+/// them, and where delta is finite, dout is.
+template <class Plan>
+__device__ __forceinline__ bool finds_spoiled_queries(uint32_t query,
+                                                      uint32_t dout,
+                                                      const float* delta,
+                                                      int lane) {
+  const float deltas[2] = {delta[lane], delta[lane + 32]};
+  const bool found = finds_spoiled<Plan::kType, Plan::kQueryBytes>(query, lane);
+  return (holds_spoiled(deltas) &&
+          finds_spoiled<Plan::kType, Plan::kDoutBytes>(dout, lane)) ||
+         found;
+}
+
+}  // namespace longspan::hopper
