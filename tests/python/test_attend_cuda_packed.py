@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import test_attend_cuda
 import torch
-from oracle.dense_attention import Answer, dense_attention, dense_by_formula
+from oracle.dense_attention import Answer, dense_attention, dense_by_formula, visible_pairs
 from test_attend import Case, Inputs, complaints, one
 from test_attend_cuda import answer_on_cuda, attend_on_cuda, needs_hopper, on_cuda, plain_answers
 
@@ -278,6 +279,42 @@ def test_a_document_has_the_same_bits_whatever_is_packed_around_it(
         for name in fields:
             found, wanted = getattr(among, name)[:, :, own], getattr(alone[i], name)
             assert torch.equal(found, wanted), f"{name} of {long[i]} tokens in {lengths}"
+
+
+# ---- NaNs and infinities.
+
+
+@needs_hopper
+@pytest.mark.usefixtures("our_kernel")
+@pytest.mark.parametrize("fixed_order", [False, True], ids=["any_order", "fixed_order"])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
+def test_spoiled_elements_reach_derivatives_of_who_sees_them(
+    where: str, dim: int, fixed_order: bool, request: pytest.FixtureRequest
+) -> None:
+    if fixed_order:
+        request.getfixturevalue("deterministic")
+    lengths = [150, 30, 100]
+    mask = Mask.sliding(Packing.of(lengths), 40)
+    visible = visible_pairs([mask], 1)[0, 0].cuda()
+    tensors = drawn(sum(lengths), 1, 1, dim, dim)
+    clean = both_directions(tensors, mask)
+    for token, value in itertools.product((149, 160, 200), (math.nan, math.inf)):
+        spoiled = [t.clone() for t in tensors]
+        spoiled[("q", "k", "v", "dout").index(where)][0, 0, token, 7] = value
+        got = both_directions(spoiled, mask)
+        here = torch.arange(sum(lengths), device="cuda") == token
+        queries = here if where in ("q", "dout") else visible[:, token]
+        keys = visible[queries].any(0)
+        for name, reached in (("dq", queries), ("dk", keys), ("dv", keys)):
+            found, wanted = (getattr(a, name)[0, 0][~reached] for a in (got, clean))
+            # Beside spoiled keys some of dq is summed another way.
+            if fixed_order and (name, where) != ("dq", "k"):
+                assert torch.equal(found, wanted), f"{name} of others, {value} at {token}"
+            else:
+                torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        if math.isnan(value):
+            assert not got.dq[0, 0][queries].isfinite().any()
 
 
 # ---- Graphs and streams.

@@ -82,7 +82,12 @@ void forward(const CaseInputs& inputs, std::span<const KeyLines> lines,
 enum class Order { any, fixed };
 
 void backward(const CaseInputs& inputs, AttentionArrays& arrays, Order order) {
-  arrays.delta.fill(test::deltas<float>(arrays, inputs.problem.value_dim));
+  test::Values delta = test::deltas<float>(arrays, inputs.problem.value_dim);
+  const test::Values lse = arrays.lse.values();
+  for (std::size_t i = 0; i < delta.size(); ++i) {
+    if (lse[i] == -INFINITY) delta[i] = 0;  // as output_delta has it
+  }
+  arrays.delta.fill(delta);
   hopper::DenseBackwardArgs args;
   test::set_shape(args, inputs.problem, arrays.q.type(), arrays, inputs.lines);
   args.dout = arrays.dout;
@@ -608,21 +613,25 @@ Answer derivatives(const CaseInputs& inputs, const Answer& ahead,
   return test::answer_in(arrays);
 }
 
-/// Others have the derivatives of `without`: their bits, in the fixed order.
+/// Others have the derivatives of `without`: their bits, in the fixed order,
+/// but for dq that is summed by hand, beside spoiled keys that stay in memory.
 void expect_reached_alone(const Answer& with, const Answer& without,
                           const Answer& exact, const Reached& reached,
-                          bool is_query, Order order, int64_t channels) {
+                          const Spoiled& spoiled, Order order,
+                          int64_t channels) {
   for (std::size_t part = 2; part < test::kParts.size(); ++part) {
     const bool is_dq = test::kParts[part] == &Answer::dq;
     const test::Values &found = with.*test::kParts[part],
                        &clean = without.*test::kParts[part],
                        &right = exact.*test::kParts[part];
-    const double near = order == Order::fixed ? 0 : 1e-5 * test::largest(clean);
+    const bool by_hand = is_dq && spoiled.what == "k" && channels <= 128;
+    const double near =
+        order == Order::fixed && !by_hand ? 0 : 1e-5 * test::largest(clean);
     for (std::size_t i = 0; i < found.size(); ++i) {
       const std::size_t row = i / static_cast<std::size_t>(channels);
-      const bool is_reached =
-          is_dq ? reached.queries[row / 2] && (!is_query || row % 2 == 0)
-                : reached.keys[row];
+      const bool is_reached = is_dq ? reached.queries[row / 2] &&
+                                          (!spoiled.is_query() || row % 2 == 0)
+                                    : reached.keys[row];
       if (!is_reached) {
         ASSERT_NEAR(found[i], clean[i], near)
             << test::kPartNames[part] << " of row " << row;
@@ -636,8 +645,8 @@ void expect_reached_alone(const Answer& with, const Answer& without,
 
 /// A NaN or an infinity reaches derivatives of who sees it or whom it sees.
 /// Beside it in a tile lie queries that do not see a key yet, or no more, and
-/// other documents; below the last keys of a document, in a block, those of the
-/// next one.
+/// other documents, and tokens of none; below the last keys of a document, in a
+/// block, those of the next one.
 TEST_P(SpoiledOnPaper, ElementsReachDerivativesOfWhoSeesThem) {
   const auto [channels, type, softcap] = GetParam();
   const CaseInputs clean =
@@ -650,16 +659,15 @@ TEST_P(SpoiledOnPaper, ElementsReachDerivativesOfWhoSeesThem) {
                        .value_dim = channels,
                        .softcap = softcap,
                        .lines = {test::all_of({0, 140}, {0, 140}),
-                                 test::causal({140, 170}, {140, 170}),
+                                 test::causal({140, 165}, {140, 165}),
                                  test::band({170, 250}, {170, 250}, 0, 20)}},
                       type);
   std::vector<Spoiled> cases;
   for (const char* what : {"q", "k", "v", "dout", "lse"}) {
-    for (const double value : {double{NAN}, double{INFINITY}}) {
-      for (const int64_t token : {139, 160, 215}) {
-        cases.push_back({what, value, token});
-      }
+    for (const int64_t token : {139, 160, 167, 215}) {
+      cases.push_back({what, NAN, token});
     }
+    cases.push_back({what, INFINITY, 160});
   }
   std::vector<Order> orders{Order::fixed};
   if (channels <= 128) orders.push_back(Order::any);
@@ -685,10 +693,10 @@ TEST_P(SpoiledOnPaper, ElementsReachDerivativesOfWhoSeesThem) {
                    (order == Order::any ? ", any order" : ", fixed order"));
       const Answer with = derivatives(inputs, exact, type, order);
       expect_reached_alone(with, without, exact,
-                           reached_from(inputs, c.is_query(), c.token),
-                           c.is_query(), order, channels);
+                           reached_from(inputs, c.is_query(), c.token), c,
+                           order, channels);
       if (HasFatalFailure()) return;
-      if (std::isnan(c.value)) {
+      if (std::isnan(c.value) && c.token != 167) {  // which is of none
         const auto& reached =
             c.what == "v" || c.what == "k" ? with.dk : with.dq;
         const auto heads = c.is_query() ? 2u : 1u;

@@ -186,25 +186,6 @@ __device__ __forceinline__ void hide_some(float (&score)[kCount],
   }
 }
 
-/// Weights, or derivatives of scores, of what they do not see are 0, whatever
-/// they were made of. Operands as `pack_operand` makes them, over the columns
-/// of a tile.
-template <int kSteps, class Record>
-__device__ __forceinline__ void hide_some(uint32_t (&operand)[kSteps][4],
-                                          const Record& record, int tile,
-                                          int row, int lane) {
-  const SeenColumns<8 * kSteps> seen(record, tile, row, lane);
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 8 * k + 2 * i;
-      operand[k][i] &=
-          (seen(at) ? 0xFFFFu : 0) | (seen(at + 1) ? 0xFFFF0000u : 0);
-    }
-  }
-}
-
 /// The same, unless every row sees all of it.
 template <int kCount, class Record>
 __device__ __forceinline__ void hide(float (&score)[kCount],
@@ -222,6 +203,25 @@ __device__ __forceinline__ void hide(float (&score)[kCount],
                                      const Record& record, int tile, int row,
                                      int lane) {
   hide(score, record, WorkColumns(record), tile, row, lane);
+}
+
+/// Sets weights or derivatives of scores to 0 that belong to what a thread's
+/// two rows do not see, whatever they were made of. Operands as `pack_operand`
+/// makes them, over a tile of columns.
+template <int kSteps, class Record>
+__device__ __forceinline__ void hide_some(uint32_t (&operand)[kSteps][4],
+                                          const Record& record, int tile,
+                                          int row, int lane) {
+  const SeenColumns<8 * kSteps> seen(record, tile, row, lane);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * k + 2 * i;
+      operand[k][i] &=
+          (seen(at) ? 0xFFFFu : 0) | (seen(at + 1) ? 0xFFFF0000u : 0);
+    }
+  }
 }
 
 }  // namespace longspan::hopper

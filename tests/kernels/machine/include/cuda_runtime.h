@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -87,6 +88,17 @@ T __shfl_sync(unsigned, T x, int from) {
 template <class T>
 T __shfl_xor_sync(unsigned all, T x, int other) {
   return __shfl_sync(all, x, longspan::machine::lane() ^ other);
+}
+inline uint32_t __ballot_sync(unsigned, bool x) {
+  const auto* words = longspan::machine::meet_lanes({{x}});
+  uint32_t all = 0;
+  for (int i = 0; i < 32; ++i) {
+    all |= static_cast<uint32_t>(words[i].word[0]) << i;
+  }
+  return all;
+}
+inline int __ffs(int x) {
+  return std::countr_zero(static_cast<uint32_t>(x)) + 1;  // of none: not asked
 }
 inline bool __any_sync(unsigned, bool x) {
   const auto* words = longspan::machine::meet_lanes({{x}});

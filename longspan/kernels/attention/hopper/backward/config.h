@@ -68,8 +68,8 @@ struct KeysSmall {
   uint64_t dout_ready[kStages], dout_free[kStages];
   uint64_t record_ready[kRecords], record_free[kRecords];
   uint64_t sums_ready, sums_free;  // dq of a tile
-  // Of the queries of a tile: lse in powers of two, infinite for those that are
-  // not there or saw nothing; and delta, times the scale where slopes have it.
+  // Of the queries of a tile: lse in powers of two, infinite for those that saw
+  // nothing; and delta, times the scale where slopes have it.
   float lse[kStages][kQueries], delta[kStages][kQueries];
   WorkRecord record[kRecords];
   TurnRecord turn[kRecords];

@@ -187,8 +187,9 @@ __device__ void fetch_numbers(const DenseKeysParams& params,
         const bool there = query < params.queries;
         const float sum =
             there ? lse[query * params.lse.token + each * params.lse.head]
-                  : -INFINITY;
-        // Weights of a query that saw nothing, or only infinities, are 0.
+                  : 0.f;
+        // Weights of a query that saw nothing, or only infinities, are 0; of
+        // one that is not there it does not matter: its dout is 0, and its q.
         found[i][0] = isinf(sum) ? INFINITY : sum * kLog2e;
         found[i][1] =
             there ? delta[query * params.delta.token + each * params.delta.head]

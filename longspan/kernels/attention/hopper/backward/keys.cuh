@@ -78,16 +78,15 @@ __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
   }
 }
 
-/// The same by hand, for a thread whose sums are not finite: over keys that a
-/// query sees, where the product multiplies all others with 0.
+/// Those that are not finite once more, by hand: over keys that a query sees,
+/// where the product multiplies all others with 0.
 template <class Plan, class Record>
 __device__ __forceinline__ void sum_seen_keys(float (&dq)[Plan::kHeadDim / 4],
                                               uint32_t slopes,
                                               const Record& record, int tile,
                                               int group, int warp, int lane) {
   const int query = 16 * warp + lane / 4;
-#pragma unroll
-  for (int i = 0; i < Plan::kHeadDim / 4; ++i) dq[i] = 0.f;
+  float sums[Plan::kHeadDim / 4] = {};
 #pragma unroll 1
   for (int key = 0; key < Plan::kKeys; ++key) {
     const uint32_t row = slopes + key / 64 * Plan::kSlopeBytes;
@@ -113,11 +112,15 @@ __device__ __forceinline__ void sum_seen_keys(float (&dq)[Plan::kHeadDim / 4],
         const float x = float_of<Plan::kType>(pair >> 16 * e & 0xFFFF);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float& sum = dq[4 * j + 2 * i + e];
+          float& sum = sums[4 * j + 2 * i + e];
           if (seen[i]) sum = fmaf(slope[i], x, sum);
         }
       }
     }
+  }
+#pragma unroll
+  for (int i = 0; i < Plan::kHeadDim / 4; ++i) {
+    if (0.f * dq[i] != 0.f) dq[i] = sums[i];
   }
 }
 
@@ -212,19 +215,19 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       wgmma_wait<1>();
       pin(pair);
       if (!columns.all_see(tile, Plan::kQueries)) {
-        const float* deltas = small.delta[stage.slot];
-        if (holds_spoiled(pair, deltas[lane], deltas[lane + 32])) {
+        const SuspectQueries suspects(small.lse[stage.slot],
+                                      small.delta[stage.slot], lane);
+        if ((suspects.any() || holds_spoiled(pair)) &&
+            finds_spoiled_queries<Plan>(pair, query, dout, suspects, lane))
+            [[unlikely]] {
           wgmma_wait<0>();
           pin(slope);
-          if (finds_spoiled_queries<Plan>(query, dout, deltas, lane)) {
-            add_seen_spoiled<Plan::kType>(dk, query, small.record[at.slot],
-                                          tile, key, lane);
-            add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
-                                          key, lane);
-            clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
-                                   Plan::kDoutBytes>(kSpoiledFound, query,
-                                                     dout);
-          }
+          add_seen_spoiled<Plan::kType>(dk, query, small.record[at.slot], tile,
+                                        key, lane);
+          add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
+                                        key, lane);
+          clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
+                                 Plan::kDoutBytes>(kSpoiledFound, query, dout);
         }
       }
       // Weights, as the forward kernel found them, and of hidden pairs too:
@@ -326,7 +329,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         pin(dv);
         pin(dq);
         arrive(small.dout_free[stage.slot]);
-        if (!columns.all_see(tile, Plan::kQueries) && holds_spoiled(dq)) {
+        if (!columns.all_see(tile, Plan::kQueries) && holds_spoiled(dq))
+            [[unlikely]] {
           sum_seen_keys<Plan>(dq, slopes, small.record[at.slot], tile, group,
                               warp, lane);
         }

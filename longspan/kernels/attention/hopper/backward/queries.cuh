@@ -180,7 +180,7 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
       pin(pair);
       const bool all_see =
           WorkColumns(small.record[at.slot]).all_see(tile, Plan::kKeys);
-      if (!all_see && holds_spoiled(pair)) {
+      if (!all_see && holds_spoiled(pair)) [[unlikely]] {
         wgmma_wait<0>();
         pin(slope);
         pin(dq);

@@ -16,16 +16,31 @@ namespace longspan::hopper {
 
 /// Whether anything that a warp holds is not finite.
 template <int kCount>
-__device__ __forceinline__ bool holds_spoiled(const float (&x)[kCount],
-                                              float more = 0.f,
-                                              float yet_more = 0.f) {
-  float nothing[2] = {fmaf(more, 0.f, 0.f), fmaf(yet_more, 0.f, 0.f)};
+__device__ __forceinline__ bool holds_spoiled(const float (&x)[kCount]) {
+  float nothing[2] = {};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     nothing[i & 1] = fmaf(x[i], 0.f, nothing[i & 1]);
   }
   return __any_sync(~0u, nothing[0] + nothing[1] != 0.f);
 }
+
+/// Queries of a tile whose dout may be spoiled, a bit each: then delta is not
+/// finite, or 0 for a query that saw nothing, whose lse is infinite.
+struct SuspectQueries {
+  uint32_t bits[2] = {};
+  __device__ SuspectQueries() {}
+  __device__ __forceinline__ SuspectQueries(const float* lse,
+                                            const float* delta, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = lane + 32 * i;
+      const float nothing = fmaf(lse[at], 0.f, 0.f * delta[at]);
+      bits[i] = __ballot_sync(~0u, nothing != 0.f);
+    }
+  }
+  __device__ bool any() const { return (bits[0] | bits[1]) != 0; }
+};
 
 /// Of 16 bits.
 template <ElementType kType>
@@ -74,6 +89,29 @@ __device__ __forceinline__ bool finds_spoiled(uint32_t tile, int lane) {
     const uint4 x = load_piece(tile + i);
     differ |= (x.x ^ cleared<kType>(x.x)) | (x.y ^ cleared<kType>(x.y)) |
               (x.z ^ cleared<kType>(x.z)) | (x.w ^ cleared<kType>(x.w));
+  }
+  return __any_sync(~0u, differ != 0);
+}
+
+/// The same of rows of kDim channels, those of the suspects.
+template <ElementType kType, int kDim>
+__device__ __forceinline__ bool finds_spoiled(uint32_t tile,
+                                              const SuspectQueries& suspects,
+                                              int lane) {
+  uint32_t differ = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll 1
+    for (uint32_t left = suspects.bits[i]; left != 0; left &= left - 1) {
+      const int row = 32 * i + __ffs(static_cast<int>(left)) - 1;
+#pragma unroll
+      for (int word = lane; word < kDim / 2; word += 32) {
+        const uint32_t pair =
+            load_word(tile + word / 32 * (64 * kRowBytes) +
+                      piece_place(row, word % 32 / 4) + 4 * (word % 4));
+        differ |= pair ^ cleared<kType>(pair);
+      }
+    }
   }
   return __any_sync(~0u, differ != 0);
 }
@@ -139,18 +177,17 @@ __device__ __forceinline__ void clear_spoiled_together(int meeting,
   meet(meeting, 256);
 }
 
-/// Whether a tile of queries, whose scores or delta are not finite, is spoiled.
-/// All warps say the same: a spoiled query or dout left its trace in each of
-/// them, and where delta is finite, dout is.
+/// Whether q or dout of a tile of queries is spoiled, where scores are not
+/// finite or there are suspects. All warps say the same: a query leaves its
+/// trace in scores of each of them.
 template <class Plan>
-__device__ __forceinline__ bool finds_spoiled_queries(uint32_t query,
-                                                      uint32_t dout,
-                                                      const float* delta,
-                                                      int lane) {
-  const float deltas[2] = {delta[lane], delta[lane + 32]};
-  const bool found = finds_spoiled<Plan::kType, Plan::kQueryBytes>(query, lane);
-  return (holds_spoiled(deltas) &&
-          finds_spoiled<Plan::kType, Plan::kDoutBytes>(dout, lane)) ||
+__device__ __forceinline__ bool finds_spoiled_queries(
+    const float (&scores)[32], uint32_t query, uint32_t dout,
+    const SuspectQueries& suspects, int lane) {
+  const bool found =
+      finds_spoiled<Plan::kType, Plan::kValueDim>(dout, suspects, lane);
+  return (holds_spoiled(scores) &&
+          finds_spoiled<Plan::kType, Plan::kQueryBytes>(query, lane)) ||
          found;
 }
 

@@ -61,9 +61,11 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
           WorkColumns(small.record[at.slot]).all_see(tile, Plan::kQueries);
       const uint32_t summed = group == 0 ? dout : query;
       if (!all_see) {
-        const float* deltas = small.delta[stage.slot];
-        if (holds_spoiled(pair, deltas[lane], deltas[lane + 32]) &&
-            finds_spoiled_queries<Plan>(query, dout, deltas, lane)) {
+        const SuspectQueries suspects(small.lse[stage.slot],
+                                      small.delta[stage.slot], lane);
+        if ((suspects.any() || holds_spoiled(pair)) &&
+            finds_spoiled_queries<Plan>(pair, query, dout, suspects, lane))
+            [[unlikely]] {
           add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
                                         tile, key, lane);
           clear_spoiled_together<Plan::kType, Plan::kQueryBytes,

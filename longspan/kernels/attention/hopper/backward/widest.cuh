@@ -261,17 +261,15 @@ __device__ __forceinline__ void derive_widest(
       const bool all_see =
           WorkColumns(small.record[at.slot]).all_see(walk.tile, Plan::kColumns);
       // A column that is summed leaves its trace in scores of one warpgroup,
-      // which tells the other; one of dout in its delta, which both know.
-      bool spoiled = false;
+      // which tells the other. Of dout both have suspects.
+      SuspectQueries suspects;
       if (!all_see) {
         if constexpr (Plan::kSlopes) {
           if (holds_spoiled(pair) && lane == 0) {
             small.spoiled_at[column_round] = left;
           }
         } else {
-          const float deltas[2] = {small.delta[0][lane],
-                                   small.delta[0][lane + 32]};
-          spoiled = holds_spoiled(deltas);
+          suspects = SuspectQueries(small.lse[0], small.delta[0], lane);
         }
       }
       const float unit =
@@ -308,8 +306,15 @@ __device__ __forceinline__ void derive_widest(
       }
       meet(kPairsWritten, 256);
       if (!all_see) {
-        if (Plan::kSlopes) spoiled = small.spoiled_at[column_round] == left;
-        if (spoiled) {
+        bool spoiled;
+        if constexpr (Plan::kSlopes) {
+          spoiled = small.spoiled_at[column_round] == left;
+        } else {
+          spoiled = suspects.any() &&
+                    finds_spoiled<Plan::kType, Plan::kHeadDim>(
+                        kSharedBase + Plan::kSummed, suspects, lane);
+        }
+        if (spoiled) [[unlikely]] {
           add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
                                         walk.tile, row, lane);
           clear_spoiled_together<Plan::kType, Plan::kTile>(

@@ -62,9 +62,9 @@ struct WidestPlan {
     uint64_t record_ready[kRecords], record_free[kRecords];
     // Of queries that are columns, as in KeysSmall.
     float lse[kStages][kColumns], delta[kStages][kColumns];
+    WorkRecordOf<64> record[kRecords];
     // How many tiles are left when scores are not finite, by turns.
     int spoiled_at[2];
-    WorkRecordOf<64> record[kRecords];
   };
   static constexpr uint32_t kSharedBytes = kSmall + sizeof(Small);
   static_assert(kSharedBytes <= 232448 - 1024);
