@@ -200,6 +200,39 @@ def test_offsets_past_two_to_the_31() -> None:
             assert off < 1e-2, f"{name} of document {document}, head {head}: {off:.1e}"
 
 
+# ---- NaN and infinity.
+
+
+@needs_hopper
+@pytest.mark.usefixtures("our_kernel")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
+)
+@pytest.mark.parametrize("window", [None, 40])
+def test_values_that_are_not_finite_reach_who_sees_them_and_nobody_elses_bits(
+    window: int | None, dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    packing = Packing.of([700, 70, 1, 130])  # the first is for wide blocks, without a window
+    mask = Mask.causal(packing) if window is None else Mask.sliding(packing, window)
+    tensors = drawn(packing.tokens, 8, 2, dim, value_dim)[:3]
+    q, k, v = (t.to(dtype) for t in tensors)
+    seen = torch.zeros(mask.queries, mask.keys, dtype=torch.bool)
+    for query in range(mask.queries):
+        for keys in mask.key_ranges_of(query):
+            seen[query, keys.begin : keys.end] = True
+    out, lse = forward(q, k, v, mask)
+    for token in (137, 699, 700, 769, 771, 800):
+        for value in (math.nan, math.inf, -math.inf):
+            spoiled = v.clone()
+            spoiled[0, 1, token, value_dim - 3] = value
+            expected = out.clone()
+            expected[0, 4:, :, value_dim - 3].masked_fill_(seen[:, token].cuda(), value)
+            got, got_lse = forward(q, k, spoiled, mask)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(got_lse, lse)
+
+
 # ---- Bits.
 
 

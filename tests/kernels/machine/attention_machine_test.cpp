@@ -707,6 +707,130 @@ TEST_P(SpoiledOnPaper, ElementsReachDerivativesOfWhoSeesThem) {
   }
 }
 
+/// A kernel that hides keys, by its plan.
+struct SpoiledPlan {
+  int64_t head_dim, value_dim;
+  ElementType type;
+  bool narrow;
+};
+
+class SpoiledValuesOnPaper : public testing::TestWithParam<SpoiledPlan> {};
+INSTANTIATE_TEST_SUITE_P(
+    Plans, SpoiledValuesOnPaper,
+    testing::Values(SpoiledPlan{64, 64, kType, false},
+                    SpoiledPlan{64, 64, kType, true},
+                    SpoiledPlan{128, 128, kType, false},
+                    SpoiledPlan{128, 128, kType, true},
+                    SpoiledPlan{192, 128, kType, false},
+                    SpoiledPlan{256, 256, kType, false},
+                    SpoiledPlan{512, 512, kType, false},
+                    SpoiledPlan{128, 128, ElementType::float16, false},
+                    SpoiledPlan{64, 64, ElementType::float16, true},
+                    SpoiledPlan{512, 512, ElementType::float16, false}),
+    [](const auto& info) {
+      const SpoiledPlan& plan = info.param;
+      return std::to_string(plan.head_dim) + "_" +
+             std::to_string(plan.value_dim) + (plan.narrow ? "_narrow" : "") +
+             (plan.type == kType ? "" : "_float16");
+    });
+
+/// Who sees which keys, and three keys whose values are not finite.
+struct SpoiledMask {
+  std::string name;
+  int64_t queries, keys;
+  std::vector<KeyLines> lines;
+  std::array<int64_t, 3> spoiled;
+};
+
+const std::vector<SpoiledMask>& spoiled_masks() {
+  static const std::vector<SpoiledMask> masks{
+      {"causal", 200, 200, {test::causal({0, 200}, {0, 200})}, {130, 131, 190}},
+      // The last of one, and the first of the next.
+      {"documents", 210, 210, test::documents({150, 60}), {149, 150, 160}},
+      {"documents of a block",
+       200,
+       200,
+       test::documents({70, 50, 80}),
+       {69, 70, 119}},
+      {"window",
+       200,
+       200,
+       {test::band({0, 200}, {0, 200}, 0, 40)},
+       {60, 70, 99}},
+      // One that nobody sees, beside the end of a part; queries that see none.
+      {"parts",
+       150,
+       600,
+       {test::all_of({0, 140}, {0, 70}),
+        test::band({0, 140}, {200, 400}, 200, 60),
+        test::all_of({20, 30}, {500, 510})},
+       {69, 300, 70}},
+      {"parts of a tile",
+       150,
+       600,
+       {test::all_of({0, 70}, {0, 30}), test::all_of({0, 140}, {200, 264}),
+        test::all_of({20, 140}, {400, 401})},
+       {29, 264, 400}},
+  };
+  return masks;
+}
+
+/// A value that is infinite or NaN reaches who sees its key, and nobody else's
+/// bits: a weight of 0 does not hide it.
+TEST_P(SpoiledValuesOnPaper, ReachTheQueriesThatSeeThem) {
+  const SpoiledPlan plan = GetParam();
+  for (const SpoiledMask& mask : spoiled_masks()) {
+    const CaseInputs clean = test::inputs_of({.name = mask.name,
+                                              .queries = mask.queries,
+                                              .keys = mask.keys,
+                                              .heads = 2,
+                                              .heads_per_key_head = 2,
+                                              .head_dim = plan.head_dim,
+                                              .value_dim = plan.value_dim,
+                                              .lines = mask.lines},
+                                             plan.type);
+    CaseInputs spoiled = clean;
+    const auto spoil = [&](int64_t key, int64_t channel, double value) {
+      const int64_t place = key * plan.value_dim + channel;
+      spoiled.problem.v[static_cast<std::size_t>(place)] = value;
+    };
+    // In one channel two infinities, whose sum is NaN.
+    const auto [one, two, three] = mask.spoiled;
+    spoil(one, 5, NAN);
+    spoil(two, 12, INFINITY);
+    spoil(two, plan.value_dim - 1, INFINITY);
+    spoil(three, plan.value_dim - 1, -INFINITY);
+    spoil(three, plan.value_dim - 22, -INFINITY);
+    const auto exact = oracle::attention<double>(spoiled.problem);
+    for (const uint64_t seed : {9, 10}) {
+      SCOPED_TRACE(mask.name + ", seed " + std::to_string(seed));
+      const auto answer = [&](const CaseInputs& inputs) {
+        machine::set_seed(seed);
+        AttentionArrays arrays = test::arrays_of(inputs, plan.type);
+        forward(inputs, inputs.lines, arrays, nullptr,
+                plan.narrow ? 1 << 30 : 0);
+        return test::answer_in(arrays);
+      };
+      const Answer with = answer(spoiled), without = answer(clean);
+      EXPECT_EQ(with.lse, without.lse);
+      int64_t nans = 0, infinities = 0;
+      for (std::size_t i = 0; i < exact.out.size(); ++i) {
+        if (std::isnan(exact.out[i])) {
+          ++nans;
+          ASSERT_TRUE(std::isnan(with.out[i])) << i << " is " << with.out[i];
+        } else if (std::isinf(exact.out[i])) {
+          ++infinities;
+          ASSERT_EQ(with.out[i], exact.out[i]) << i;
+        } else {
+          ASSERT_EQ(with.out[i], without.out[i]) << i;
+        }
+      }
+      EXPECT_GT(nans, 0);
+      EXPECT_GT(infinities, 0);
+    }
+  }
+}
+
 /// Answers of 16 bits, whose pieces are exchanged on their way out.
 class HalvesOnPaper : public testing::TestWithParam<ElementType> {};
 INSTANTIATE_TEST_SUITE_P(Types, HalvesOnPaper,

@@ -72,6 +72,7 @@ struct Barrier {
 struct Meeting {
   int arrived = 0, threads = 0;
   int64_t held = 0;
+  std::array<bool, 2> any{};  // by turns
 };
 
 struct AskedProduct {
@@ -538,6 +539,16 @@ void meet(int number, int threads, bool waits) {
 
 void wait_for_number(const int* at, int least) {
   wait_until("a number in device memory", [at, least] { return *at >= least; });
+}
+
+bool meet_any(int number, int threads, bool x) {
+  require(number >= 0 && number < std::ssize(block->meetings),
+          "a barrier by number is not one of 16");
+  Meeting& meeting = block->meetings[static_cast<std::size_t>(number)];
+  bool& any = meeting.any[static_cast<std::size_t>(meeting.held % 2)];
+  any = x || (any && meeting.arrived > 0);
+  meet(number, threads, true);
+  return any;
 }
 
 void write_shared(uint32_t address, const void* from, std::size_t bytes) {

@@ -57,6 +57,8 @@ void barrier_arrive(uint32_t barrier, uint32_t bytes);
 void barrier_wait(uint32_t barrier, uint32_t parity);
 /// Threads of a block by number; `waits`: as one that stays.
 void meet(int number, int threads, bool waits);
+/// As one that stays; whether x was true for anybody.
+bool meet_any(int number, int threads, bool x);
 
 /// A number in device memory that another block may write.
 void wait_for_number(const int* at, int least);

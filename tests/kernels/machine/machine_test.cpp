@@ -43,6 +43,22 @@ TEST(Machine, SaysWhoWaitsForWhatNobodyCompletes) {
             "barrier by number");
 }
 
+TEST(Machine, TellsAllWhoMeetWhatAnyOfThemSaid) {
+  for (const unsigned finder : {0u, 77u, 128u}) {
+    int told = 0;
+    machine::run(1, 128, 65536, [&] {
+      // What is said of one meeting is forgotten in the next ones.
+      for (int turn = 0; turn < 4; ++turn) {
+        const bool found = turn == 1 && threadIdx.x == finder;
+        const bool any = hopper::meet_any(1, 128, found);
+        if (any != (turn == 1 && finder < 128)) return;
+      }
+      ++told;
+    });
+    EXPECT_EQ(told, 128);
+  }
+}
+
 TEST(Machine, RefusesMoreArrivalsThanABarrierWaitsFor) {
   EXPECT_EQ(message_of([] {
               if (threadIdx.x != 0) return;

@@ -13,6 +13,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+/// threadIdx.x, read where it is used: what follows from it is kept in no
+/// register before.
+__device__ __forceinline__ int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- Barriers in shared memory -------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -91,6 +99,20 @@ __device__ __forceinline__ void meet(int number, int threads) {
 /// Counts as one that meets, and goes on.
 __device__ __forceinline__ void announce(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+/// Meets, and says whether x was true for anybody.
+__device__ __forceinline__ bool meet_any(int number, int threads, bool x) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q;\n"
+      "setp.ne.b32 q, %3, 0;\n"
+      "bar.red.or.pred p, %1, %2, q;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(any)
+      : "r"(number), "r"(threads), "r"(static_cast<int>(x))
+      : "memory");
+  return any != 0;
 }
 
 // ---- Copies --------------------------------------------------------------
@@ -237,6 +259,22 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+
+/// sum + 0 * pair, both of two elements: a sum that began with 0 stays that, or
+/// is NaN once an element was infinite or NaN.
+template <ElementType kType>
+__device__ __forceinline__ uint32_t add_nothing_of(uint32_t pair,
+                                                   uint32_t sum) {
+  uint32_t y;
+  if constexpr (kType == ElementType::float16) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(0), "r"(sum));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(y)
+        : "r"(pair), "r"(0), "r"(sum));
   }
   return y;
 }

@@ -5,6 +5,7 @@
 #include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/attention/hopper/forward/answer.cuh"
 #include "longspan/kernels/attention/hopper/forward/deal.cuh"
+#include "longspan/kernels/attention/hopper/forward/spoiled.cuh"
 #include "longspan/kernels/common/ampere/launch.h"
 #include "longspan/kernels/common/hopper/fragment.cuh"
 #include "longspan/kernels/common/hopper/wgmma.cuh"
@@ -51,6 +52,30 @@ __device__ __forceinline__ void issue_values(
   for (int k = 0; k < Plan::kKeys / 16; ++k) {
     wgmma<1, Plan::kType>(out, weight[k], b + (k * 2048 >> 4));
   }
+}
+
+/// Barriers by number: a warpgroup has looked through values; all have added
+/// what they found, and have cleared it.
+enum ForwardMeeting { kSearched0 = 1, kSearched1, kCleared };
+
+/// Adds values of a tile that are not finite to the sums of who sees them, and
+/// sets them to 0. Every warpgroup that reads them comes here: who finds one
+/// waits until the others, which find the same, have added theirs.
+template <class Plan>
+__device__ __forceinline__ void add_spoiled_values(
+    float (&out)[Plan::kValueDim / 2], uint32_t values,
+    const WorkRecordOf<Plan::kQueries>& record, int tile, int query,
+    int group) {
+  constexpr int kThreads = 128 * Plan::kWarpgroups;
+  // Where a thread has 104 registers, more at once would not fit.
+  constexpr int kAtOnce = Plan::kConsumerRegisters < 128 ? 1 : 8;
+  const bool found =
+      finds_spoiled<Plan::kType, Plan::kValueBytes, kAtOnce>(values);
+  if (!meet_any(kSearched0 + group, 128, found)) return;
+  add_spoiled<Plan::kType, Plan::kKeys>(out, values, record, tile, query);
+  meet(kCleared, kThreads);
+  clear_spoiled<Plan::kType, Plan::kValueBytes, kThreads>(values);
+  meet(kCleared, kThreads);
 }
 
 // ---- A warpgroup of arithmetic -------------------------------------------
@@ -102,7 +127,16 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       weigh();
       softmax.rescale(out);
       pack_weights<Plan>(weight, score);
-      while (--left > 0) {
+      for (;;) {
+        // While the record says who sees what, and no product is under way.
+        if (!columns.all_see(tile, Plan::kKeys)) {
+          barrier_wait(shared_address(&small.value_ready[value_at.slot]),
+                       value_at.round);
+          add_spoiled_values<Plan>(out,
+                                   values + value_at.slot * Plan::kValueBytes,
+                                   small.record[at.slot], tile, query, group);
+        }
+        if (--left == 0) break;
         tile += Plan::kKeys;
         if (tile >= columns.last) {
           arrive(small.record_free[at.slot]);

@@ -5,6 +5,7 @@
 #include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/attention/hopper/forward/answer.cuh"
 #include "longspan/kernels/attention/hopper/forward/deal.cuh"
+#include "longspan/kernels/attention/hopper/forward/spoiled.cuh"
 #include "longspan/kernels/attention/hopper/forward/widest_config.h"
 #include "longspan/kernels/common/ampere/launch.h"
 #include "longspan/kernels/common/hopper/fragment.cuh"
@@ -117,7 +118,7 @@ template <class Plan, int kGroup>
 struct WidestWorker {
   const DenseForwardParams& params;
   typename Plan::Small& small;
-  const int warp, lane, query;
+  const int lane, query;
   float out[Plan::kMyValueDim / 2];
   float score[Plan::kKeys / 2];
   uint32_t weight[Plan::kKeys / 16][4];
@@ -129,11 +130,7 @@ struct WidestWorker {
 
   __device__ WidestWorker(const DenseForwardParams& params,
                           typename Plan::Small& small, int warp, int lane)
-      : params(params),
-        small(small),
-        warp(warp),
-        lane(lane),
-        query(16 * warp + lane / 4) {}
+      : params(params), small(small), lane(lane), query(16 * warp + lane / 4) {}
 
   __device__ void arrive(uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
@@ -169,11 +166,17 @@ struct WidestWorker {
   }
 
   /// Waits for what arrives in a slot of mine, and says where that is.
-  __device__ uint32_t arrived(int slot) {
+  __device__ uint32_t look_at(int slot) const {
     barrier_wait(shared_address(&small.slot_ready[kGroup][slot]),
                  rounds >> slot & 1);
-    rounds ^= 1u << slot;
     return kSharedBase + Plan::kRing + slot * Plan::kSlot;
+  }
+
+  /// The same, once for each fill.
+  __device__ uint32_t arrived(int slot) {
+    const uint32_t place = look_at(slot);
+    rounds ^= 1u << slot;
+    return place;
   }
 
   __device__ void skip_keys() { slot = ahead(Plan::kKeyPieces); }
@@ -224,13 +227,39 @@ struct WidestWorker {
     arrive(small.slot_free[before]);
   }
 
+  /// Adds values of a tile that are not finite to the sums of who sees them,
+  /// and sets them to 0; nobody else reads these.
+  __device__ void add_spoiled_values(Pieces values) {
+    bool found = false;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const uint32_t at_slot = look_at(values.slot[piece]);
+      found |= finds_spoiled<Plan::kType, Plan::kSlot>(at_slot);
+    }
+    if (!meet_any(kAlone0 + kGroup, 128, found)) return;
+#pragma unroll 1
+    for (int piece = 0; piece < 2; ++piece) {
+      const uint32_t at_slot =
+          look_at(piece == 0 ? values.slot[0] : values.slot[1]);
+      add_spoiled<Plan::kType, Plan::kValueKeys>(
+          out, at_slot, small.record[at.slot], tile + piece * Plan::kValueKeys,
+          query);
+      meet(kAlone0 + kGroup, 128);
+      clear_spoiled<Plan::kType, Plan::kSlot, 128>(at_slot);
+    }
+    meet(kAlone0 + kGroup, 128);
+  }
+
   /// out += weights v of the next values, weights from registers or as the
-  /// other warpgroup has written them.
+  /// other warpgroup has written them. No product is under way.
   template <bool kOwn>
   __device__ Pieces issue_values() {
     const uint64_t a = along_channels(kSharedBase + Plan::kWeights);
     const Pieces values{ahead(kGroup), ahead(kGroup + 2)};
     slot = ahead(Plan::kValuePieces);
+    if (!WorkColumns(small.record[at.slot]).all_see(tile, Plan::kKeys)) {
+      add_spoiled_values(values);
+    }
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       const uint64_t b =
@@ -278,7 +307,10 @@ struct WidestWorker {
   /// To the other warpgroup, whose weights lay there before and were used.
   __device__ void publish() {
     meet(kAlone0 + kGroup, 128);
-    store_operand(kSharedBase + Plan::kWeights, weight, warp, lane);
+    // Where these go would take registers from tile to tile.
+    const int thread = thread_anew();
+    store_operand(kSharedBase + Plan::kWeights, weight, thread % 128 / 32,
+                  thread % 32);
     fence_for_wgmma();
     tell(small.high[kGroup], softmax.high);
     announce(kWritten0 + kGroup, 256);
@@ -295,12 +327,15 @@ struct WidestWorker {
 
   // ---- An item
 
-  /// A tile of mine, from its scores on; values of the other's tile before are
-  /// multiplied while it is weighed.
+  /// A tile of mine, from its scores on; values of the other's tile before,
+  /// where the walk is, are multiplied while it is weighed.
   template <bool kAfterOthers>
   __device__ void add_tile(int left) {
     Pieces others;
-    if constexpr (kAfterOthers) others = issue_others();
+    if constexpr (kAfterOthers) {
+      others = issue_others();
+      walk();
+    }
     weigh();
     if constexpr (kAfterOthers) finish_values(others);
     publish();
@@ -315,7 +350,6 @@ struct WidestWorker {
     if (left <= 0) {
       arrive(small.query_free);
     } else {
-      if (kGroup == 1) walk();
       barrier_wait(shared_address(&small.query_ready), query_round);
       make_scores<false>({});
       if (left <= 2) arrive(small.query_free);
@@ -324,7 +358,6 @@ struct WidestWorker {
       for (; left > 2; left -= 2) {
         make_scores<true>(mine);
         if (left <= 4) arrive(small.query_free);
-        walk();
         walk();
         add_tile<true>(left - 2);
         mine = issue_values<true>();

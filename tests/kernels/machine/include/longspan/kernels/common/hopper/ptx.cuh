@@ -14,6 +14,10 @@ inline uint32_t shared_address(const void* p) {
   return __cvta_generic_to_shared(p);
 }
 
+inline int thread_anew() {
+  return static_cast<int>(threadIdx.x);
+}
+
 inline void barrier_init(uint32_t barrier, int arrivals) {
   machine::barrier_init(barrier, arrivals);
 }
@@ -35,6 +39,9 @@ inline void meet(int number, int threads) {
 inline void announce(int number, int threads) {
   machine::meet(number, threads, false);
 }
+inline bool meet_any(int number, int threads, bool x) {
+  return machine::meet_any(number, threads, x);
+}
 
 inline void fence_for_wgmma() {
   machine::fence_async();
@@ -55,7 +62,6 @@ inline void store_pair(uint32_t to, float x, float y) {
   const float pair[2] = {x, y};
   machine::write_shared(to, pair, sizeof pair);
 }
-
 inline uint4 load_piece(uint32_t from) {
   uint4 x;
   std::memcpy(&x, machine::shared_at(from, sizeof x), sizeof x);
@@ -115,6 +121,16 @@ uint32_t pack_pair(float low, float high) {
     return f16_bits(low) | f16_bits(high) << 16;
   }
   return bf16_bits(low) | bf16_bits(high) << 16;
+}
+
+/// Each half by itself; NaN is all ones.
+template <ElementType kType>
+uint32_t add_nothing_of(uint32_t pair, uint32_t sum) {
+  const uint32_t largest = kType == ElementType::float16 ? 0x7C00 : 0x7F80;
+  for (const int shift : {0, 16}) {
+    if ((pair >> shift & largest) == largest) sum |= 0xFFFFu << shift;
+  }
+  return sum;
 }
 
 }  // namespace longspan::hopper
