@@ -79,48 +79,50 @@ __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
 }
 
 /// Those that are not finite once more, by hand: over keys that a query sees,
-/// where the product multiplies all others with 0.
+/// where the product multiplies all others with 0. Sums go round, so that four
+/// of them are named here and not all: there are few registers left.
 template <class Plan, class Record>
 __device__ __forceinline__ void sum_seen_keys(float (&dq)[Plan::kHeadDim / 4],
                                               uint32_t slopes,
-                                              const Record& record, int tile,
-                                              int group, int warp, int lane) {
-  const int query = 16 * warp + lane / 4;
-  float sums[Plan::kHeadDim / 4] = {};
+                                              const Record& record, int tile) {
+  constexpr int kCount = Plan::kHeadDim / 4;
+  const int thread = thread_anew(), group = thread / 128;
+  const int lane = thread % 32, query = thread % 128 / 32 * 16 + lane / 4;
 #pragma unroll 1
-  for (int key = 0; key < Plan::kKeys; ++key) {
-    const uint32_t row = slopes + key / 64 * Plan::kSlopeBytes;
-    bool seen[2];
-    float slope[2];
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int piece = group * kCount / 4 + j;
+    const uint32_t block =
+        kSharedBase + Plan::kKey + piece / 8 * Plan::kKeyBlock + 4 * (lane & 3);
+    float sum[4] = {};
+#pragma unroll 1
+    for (int key = 0; key < Plan::kKeys; ++key) {
+      const uint32_t pair = load_word(block + piece_place(key, piece % 8));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int mine = query + 8 * i;
-      seen[i] =
-          tile + mine >= record.begin[key] && tile + mine < record.end[key];
-      const uint32_t pair =
-          load_word(row + piece_place(key % 64, mine / 8) + 4 * (mine % 8 / 2));
-      slope[i] = float_of<Plan::kType>(pair >> 16 * (mine & 1) & 0xFFFF);
-    }
+      for (int i = 0; i < 2; ++i) {
+        const int mine = query + 8 * i;
+        if (tile + mine < record.begin[key] || tile + mine >= record.end[key]) {
+          continue;
+        }
+        const uint32_t two =
+            load_word(slopes + key / 64 * Plan::kSlopeBytes +
+                      piece_place(key % 64, mine / 8) + 4 * (mine % 8 / 2));
+        const float slope =
+            float_of<Plan::kType>(two >> 16 * (mine & 1) & 0xFFFF);
 #pragma unroll
-    for (int j = 0; j < Plan::kHeadDim / 16; ++j) {
-      const int piece = group * Plan::kHeadDim / 16 + j;
-      const uint32_t pair =
-          load_word(kSharedBase + Plan::kKey + piece / 8 * Plan::kKeyBlock +
-                    piece_place(key, piece % 8) + 4 * (lane & 3));
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float x = float_of<Plan::kType>(pair >> 16 * e & 0xFFFF);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& sum = sums[4 * j + 2 * i + e];
-          if (seen[i]) sum = fmaf(slope[i], x, sum);
+        for (int e = 0; e < 2; ++e) {
+          const float x = float_of<Plan::kType>(pair >> 16 * e & 0xFFFF);
+          sum[2 * i + e] = fmaf(slope, x, sum[2 * i + e]);
         }
       }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < Plan::kHeadDim / 4; ++i) {
-    if (0.f * dq[i] != 0.f) dq[i] = sums[i];
+    for (int i = 0; i < 4; ++i) {
+      if (0.f * dq[i] == 0.f) sum[i] = dq[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      dq[i] = i + 4 < kCount ? dq[(i + 4) % kCount] : sum[i + 4 - kCount];
+    }
   }
 }
 
@@ -331,8 +333,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         arrive(small.dout_free[stage.slot]);
         if (!columns.all_see(tile, Plan::kQueries) && holds_spoiled(dq))
             [[unlikely]] {
-          sum_seen_keys<Plan>(dq, slopes, small.record[at.slot], tile, group,
-                              warp, lane);
+          sum_seen_keys<Plan>(dq, slopes, small.record[at.slot], tile);
         }
         barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
         sums_round ^= 1;
