@@ -164,6 +164,10 @@ __device__ __forceinline__ uint32_t load_word(uint32_t from) {
   return x;
 }
 
+__device__ __forceinline__ void store_word(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_piece(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x),
                "r"(x.y), "r"(x.z), "r"(x.w)

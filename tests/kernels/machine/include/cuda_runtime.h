@@ -49,6 +49,11 @@ inline int max(int x, int y) {
   return x > y ? x : y;
 }
 using std::isinf;
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);

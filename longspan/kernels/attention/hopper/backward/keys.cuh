@@ -78,57 +78,54 @@ __device__ __forceinline__ void write_boxes(const float (&sums)[kCount],
   }
 }
 
-/// Those that are not finite once more, by hand: over keys that a query sees,
-/// where the product multiplies all others with 0. Sums go round, so that four
-/// of them are named here and not all: there are few registers left.
+/// Where dq of a query and a channel stands in boxes.
+template <class Plan>
+__device__ __forceinline__ uint32_t sum_place(int query, int channel) {
+  return kSharedBase + Plan::kSums + channel / 32 * Plan::kBoxBytes +
+         piece_place(query, channel % 32 / 4) + 4 * (channel % 4);
+}
+
+/// What a thread wrote into boxes once more, by hand, where it is not finite:
+/// over keys that a query sees, where the product multiplies all others with 0.
 template <class Plan, class Record>
-__device__ __forceinline__ void sum_seen_keys(float (&dq)[Plan::kHeadDim / 4],
-                                              uint32_t slopes,
+__device__ __forceinline__ void sum_seen_keys(uint32_t slopes,
                                               const Record& record, int tile) {
-  constexpr int kCount = Plan::kHeadDim / 4;
-  const int thread = thread_anew(), group = thread / 128;
-  const int lane = thread % 32, query = thread % 128 / 32 * 16 + lane / 4;
+  constexpr int kChannels = Plan::kHeadDim / 2;  // of a warpgroup
+  const int thread = thread_anew(), group = thread / 128, lane = thread % 32;
 #pragma unroll 1
-  for (int j = 0; j < kCount / 4; ++j) {
-    const int piece = group * kCount / 4 + j;
-    const uint32_t block =
-        kSharedBase + Plan::kKey + piece / 8 * Plan::kKeyBlock + 4 * (lane & 3);
-    float sum[4] = {};
+  for (int n = 0; n < kChannels / 2; ++n) {
+    const int query = thread % 128 / 32 * 16 + lane / 4 + 8 * (n & 1);
+    const int channel =
+        group * kChannels + 8 * (n / 4) + 2 * (lane & 3) + (n >> 1 & 1);
+    const uint32_t place = sum_place<Plan>(query, channel);
+    if (0.f * __uint_as_float(load_word(place)) == 0.f) continue;
+    float sum = 0.f;
 #pragma unroll 1
     for (int key = 0; key < Plan::kKeys; ++key) {
-      const uint32_t pair = load_word(block + piece_place(key, piece % 8));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int mine = query + 8 * i;
-        if (tile + mine < record.begin[key] || tile + mine >= record.end[key]) {
-          continue;
-        }
-        const uint32_t two =
-            load_word(slopes + key / 64 * Plan::kSlopeBytes +
-                      piece_place(key % 64, mine / 8) + 4 * (mine % 8 / 2));
-        const float slope =
-            float_of<Plan::kType>(two >> 16 * (mine & 1) & 0xFFFF);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float x = float_of<Plan::kType>(pair >> 16 * e & 0xFFFF);
-          sum[2 * i + e] = fmaf(slope, x, sum[2 * i + e]);
-        }
+      if (tile + query < record.begin[key] || tile + query >= record.end[key]) {
+        continue;
       }
+      const auto element = [](uint32_t row, int column) {
+        return float_of<Plan::kType>(load_word(row + 4 * (column % 8 / 2)) >>
+                                         16 * (column & 1) &
+                                     0xFFFF);
+      };
+      const float slope = element(slopes + key / 64 * Plan::kSlopeBytes +
+                                      piece_place(key % 64, query / 8),
+                                  query);
+      const float x =
+          element(kSharedBase + Plan::kKey + channel / 64 * Plan::kKeyBlock +
+                      piece_place(key, channel % 64 / 8),
+                  channel);
+      sum = fmaf(slope, x, sum);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (0.f * dq[i] == 0.f) sum[i] = dq[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      dq[i] = i + 4 < kCount ? dq[(i + 4) % kCount] : sum[i + 4 - kCount];
-    }
+    store_word(place, __float_as_uint(sum));
   }
 }
 
 /// Barriers by number: both warpgroups have written their slopes; both have
-/// found what is not finite in a tile.
-enum DenseKeysMeeting { kSlopesWritten = 1, kSpoiledFound };
+/// looked through a tile, or keys.
+enum DenseKeysMeeting { kSlopesWritten = 1, kSearched };
 
 // ---- A warpgroup of arithmetic -------------------------------------------
 
@@ -157,39 +154,28 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
   float dk[Plan::kHeadDim / 2], dv[Plan::kValueDim / 2];
   float pair[32], slope[32];
   uint32_t weight[4][4];
-  // Slopes have the scale where two derivatives are made of them.
-  const float times = Plan::kWithQueries ? params.scale : 1.f;
   const Bending bending(params.scale, Plan::kSoftcap ? params.softcap : 0.f);
   for (;;) {
     barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
     int left = small.record[at.slot].tiles;
     if (left < 0) break;
-    int tile = last_tile(small.record[at.slot], Plan::kQueries), head = 0;
-    const int heads = small.record[at.slot].heads;
+    int tile = last_tile(small.record[at.slot], Plan::kQueries);
     WorkColumns columns(small.record[at.slot]);
 #pragma unroll
     for (int i = 0; i < Plan::kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
     for (int i = 0; i < Plan::kValueDim / 2; ++i) dv[i] = 0.f;
-    const auto issue_scores = [&] {
-      issue_pairs<Plan::kType, Plan::kHeadBlocks, Plan::kKeyBlock,
-                  Plan::kQueryBlock>(
-          pair, my_key,
-          kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes);
-      wgmma_commit();
-    };
+    bool spoiled_keys = false;
     if (left > 0) {
       barrier_wait(shared_address(&small.keys_ready), keys_round);
       keys_round ^= 1;
-      if constexpr (!Plan::kWithQueries) {
-        barrier_wait(shared_address(&small.query_ready[stage.slot]),
-                     stage.round);
-        wgmma_fence();
-        issue_scores();
-      }
+      spoiled_keys =
+          meet_any(kSearched, 256,
+                   finds_spoiled_share<Plan::kType, Plan::kKeyBytes>(
+                       kSharedBase + Plan::kKey) |
+                       finds_spoiled_share<Plan::kType, Plan::kValueBytes>(
+                           kSharedBase + Plan::kValue));
     }
-    // Where there are registers, the scores of a tile are under way before it
-    // begins.
     for (; left > 0; --left) {
       if (tile < columns.first) {
         arrive(small.record_free[at.slot]);
@@ -203,42 +189,37 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       const uint32_t dout =
           kSharedBase + Plan::kDout + stage.slot * Plan::kDoutBytes;
       const uint32_t dout_ready = shared_address(&small.dout_ready[stage.slot]);
-      if constexpr (Plan::kWithQueries) {
-        barrier_wait_both(shared_address(&small.query_ready[stage.slot]),
-                          stage.round, dout_ready, stage.round);
-      } else {
-        barrier_wait(dout_ready, stage.round);
+      barrier_wait_both(shared_address(&small.query_ready[stage.slot]),
+                        stage.round, dout_ready, stage.round);
+      const bool cut = !columns.all_see(tile, Plan::kQueries);
+      // Of a tile with a border: whether anything in it is not finite.
+      bool spoiled = cut && spoiled_keys;
+      if (cut && meet_any(kSearched, 256,
+                          finds_spoiled_queries<Plan>(
+                              query, dout, small.lse[stage.slot],
+                              small.delta[stage.slot]))) {
+        spoiled = true;
+        add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
+                                      key);
+        clear_spoiled_queries<Plan>(kSearched, query, dout,
+                                    small.lse[stage.slot],
+                                    small.delta[stage.slot]);
       }
       wgmma_fence();
-      if constexpr (Plan::kWithQueries) issue_scores();
+      issue_pairs<Plan::kType, Plan::kHeadBlocks, Plan::kKeyBlock,
+                  Plan::kQueryBlock>(pair, my_key, query);
+      wgmma_commit();
       issue_pairs<Plan::kType, Plan::kValueBlocks, Plan::kKeyBlock,
                   Plan::kQueryBlock>(slope, my_value, dout);
       wgmma_commit();
       wgmma_wait<1>();
       pin(pair);
-      if (!columns.all_see(tile, Plan::kQueries)) {
-        const SuspectQueries suspects(small.lse[stage.slot],
-                                      small.delta[stage.slot], lane);
-        if ((suspects.any() || holds_spoiled(pair)) &&
-            finds_spoiled_queries<Plan>(pair, query, dout, suspects, lane))
-            [[unlikely]] {
-          wgmma_wait<0>();
-          pin(slope);
-          add_seen_spoiled<Plan::kType>(dk, query, small.record[at.slot], tile,
-                                        key, lane);
-          add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
-                                        key, lane);
-          clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
-                                 Plan::kDoutBytes>(kSpoiledFound, query, dout);
-        }
-      }
-      // Weights, as the forward kernel found them, and of hidden pairs too:
-      // those are 0 when they become an operand.
+      // Weights, as the forward kernel found them.
       const float unit = bending.of(pair);
+      if (cut) hide_some(pair, small.record[at.slot], tile, key, lane);
+      // Those of hidden pairs are 0, if all is finite; else they are set to it.
       const auto hide_operand = [&](uint32_t(&operand)[4][4]) {
-        if (!columns.all_see(tile, Plan::kQueries)) {
-          hide_some(operand, small.record[at.slot], tile, key, lane);
-        }
+        if (spoiled) hide_some(operand, small.record[at.slot], tile, key, lane);
       };
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
@@ -269,7 +250,8 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float& x = slope[4 * j + i];
-            x = pair[4 * j + i] * fmaf(x, times, -(i & 1 ? mean.y : mean.x));
+            x = pair[4 * j + i] *
+                fmaf(x, params.scale, -(i & 1 ? mean.y : mean.x));
           }
         }
       } else {
@@ -301,9 +283,9 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
             float& x = slope[4 * j + i];
             const float p =
                 exp2_fast(fmaf(score, unit, -(i & 1 ? sum.y : sum.x)));
-            // A bent score may exceed 1 by a last bit.
+            // A hidden score is infinite, and its bend too.
             const float bent = fmaxf(fmaf(-score, score, 1.f), 0.f);
-            x = p * bent * fmaf(x, times, -(i & 1 ? mean.y : mean.x));
+            x = p * bent * fmaf(x, params.scale, -(i & 1 ? mean.y : mean.x));
           }
         }
       }
@@ -313,65 +295,39 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
         pack_operand<Plan::kType>(operand[k], slope, k);
       }
       hide_operand(operand);
-      if constexpr (Plan::kWithQueries) {
-        float dq[Plan::kHeadDim / 4];
-        const uint32_t slopes =
-            kSharedBase + Plan::kSlopes + (turn & 1) * 2 * Plan::kSlopeBytes;
-        ++turn;
-        store_operand(slopes + group * Plan::kSlopeBytes, operand, warp, lane);
-        fence_for_wgmma();
-        meet(kSlopesWritten, 256);
-        wgmma_fence();
-        issue_query_sums<Plan>(dq, slopes, my_channels);
-        wgmma_commit();
-        issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
-            dk, operand, query);
-        wgmma_commit();
-        wgmma_wait<1>();
-        pin(dv);
-        pin(dq);
-        arrive(small.dout_free[stage.slot]);
-        if (!columns.all_see(tile, Plan::kQueries) && holds_spoiled(dq))
-            [[unlikely]] {
-          sum_seen_keys<Plan>(dq, slopes, small.record[at.slot], tile);
-        }
-        barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
-        sums_round ^= 1;
-        write_boxes<Plan::kBoxBytes>(dq, 1.f, my_sums, lane);
-        fence_for_wgmma();
+      float dq[Plan::kHeadDim / 4];
+      const uint32_t slopes =
+          kSharedBase + Plan::kSlopes + (turn & 1) * 2 * Plan::kSlopeBytes;
+      ++turn;
+      store_operand(slopes + group * Plan::kSlopeBytes, operand, warp, lane);
+      fence_for_wgmma();
+      meet(kSlopesWritten, 256);
+      wgmma_fence();
+      issue_query_sums<Plan>(dq, slopes, my_channels);
+      wgmma_commit();
+      issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
+          dk, operand, query);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(dv);
+      pin(dq);
+      arrive(small.dout_free[stage.slot]);
+      barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
+      sums_round ^= 1;
+      write_boxes<Plan::kBoxBytes>(dq, 1.f, my_sums, lane);
+      if (spoiled && holds_spoiled(dq)) {
         __syncwarp();
-        arrive(small.sums_ready);
-        wgmma_wait<0>();
-        pin(dk);
-        arrive(small.query_free[stage.slot]);
-        stage.advance();
-      } else {
-        const int slot = stage.slot;
-        stage.advance();
-        if (left > 1) {
-          barrier_wait(shared_address(&small.query_ready[stage.slot]),
-                       stage.round);
-        }
-        wgmma_fence();
-        issue_sums<Plan::kType, Plan::kHeadDim / 2, Plan::kQueryBlock>(
-            dk, operand, query);
-        wgmma_commit();
-        // After the last tile these are of whatever lies there, and not looked
-        // at: a branch here would have the products wait for one another.
-        issue_scores();
-        wgmma_wait<1>();
-        pin(dv);
-        pin(dk);
-        arrive(small.dout_free[slot]);
-        arrive(small.query_free[slot]);
+        sum_seen_keys<Plan>(slopes, small.record[at.slot], tile);
       }
-      if (++head == heads) {
-        head = 0;
-        tile -= Plan::kQueries;
-      }
+      fence_for_wgmma();
+      __syncwarp();
+      arrive(small.sums_ready);
+      wgmma_wait<0>();
+      pin(dk);
+      arrive(small.query_free[stage.slot]);
+      stage.advance();
+      tile -= Plan::kQueries;
     }
-    wgmma_wait<0>();
-    pin(pair);
     const WorkRecord& record = small.record[at.slot];
     if (record.tiles > 0) arrive(small.keys_free);
     const int key_head =
@@ -379,8 +335,7 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
     const HeadsInTurn turn(params, small.turn[at.slot].block, record.head,
                            key_head);
     turn.wait(lane);
-    store_sums<Plan::kType>(dk, Plan::kWithQueries ? 1.f : params.scale,
-                            params.dk, record, key_head, key, lane);
+    store_sums<Plan::kType>(dk, 1.f, params.dk, record, key_head, key, lane);
     store_sums<Plan::kType>(dv, 1.f, params.dv, record, key_head, key, lane);
     __syncwarp();  // all lanes have read the record
     turn.pass_on(lane);
@@ -410,8 +365,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     }
     for (int i = 0; i < Plan::kRecords; ++i) {
       init(small.record_ready[i], 32);
-      init(small.record_free[i],
-           Plan::kConsumerWarps + (Plan::kWithQueries ? 3 : 2));
+      init(small.record_free[i], Plan::kConsumerWarps + 3);
     }
     init(small.sums_ready, Plan::kConsumerWarps);
     init(small.sums_free, 1);
@@ -429,10 +383,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
                           threadIdx.x % 32);
     } else if (warp == 2 && threadIdx.x % 32 == 0) {
       fetch_queries<Plan>(params, small, base);
-    } else if (Plan::kWithQueries && warp == 3 && threadIdx.x % 32 == 0) {
-      if constexpr (Plan::kWithQueries) {
-        add_queries<Plan>(params, small, base);
-      }
+    } else if (warp == 3 && threadIdx.x % 32 == 0) {
+      add_queries<Plan>(params, small, base);
     }
   } else {
     take_registers<240>();

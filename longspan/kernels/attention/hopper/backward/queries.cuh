@@ -186,9 +186,9 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
         pin(dq);
         const uint32_t keys =
             kSharedBase + Plan::kKey + stage.slot * Plan::kKeyBytes;
-        if (finds_spoiled<Plan::kType, Plan::kKeyBytes>(keys, lane)) {
+        if (finds_spoiled<Plan::kType, Plan::kKeyBytes>(keys)) {
           add_seen_spoiled<Plan::kType>(dq, keys, small.record[at.slot], tile,
-                                        query, lane);
+                                        query);
           clear_spoiled_together<Plan::kType, Plan::kKeyBytes>(
               kSpoiledKeysFound, keys);
         }

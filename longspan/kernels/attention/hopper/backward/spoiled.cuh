@@ -12,7 +12,9 @@ namespace longspan::hopper {
 /// in the tile from then on. Who looks for it has met its traces in registers:
 /// scores of a spoiled row are not finite either.
 ///
-/// Tiles are blocks of 64 channels and 64 columns, one after another.
+/// Tiles are blocks of 64 channels and 64 columns, one after another. Functions
+/// that few tiles come to ask anew which thread they are: nothing is kept in
+/// registers for them.
 
 /// Whether anything that a warp holds is not finite.
 template <int kCount>
@@ -82,7 +84,8 @@ __device__ __forceinline__ uint32_t cleared(uint32_t pair) {
 /// Whether there are any in kBytes. Each warp looks through all of them: it may
 /// be the only one here, and then there are none.
 template <ElementType kType, uint32_t kBytes>
-__device__ __forceinline__ bool finds_spoiled(uint32_t tile, int lane) {
+__device__ __forceinline__ bool finds_spoiled(uint32_t tile) {
+  const int lane = thread_anew() % 32;
   uint32_t differ = 0;
 #pragma unroll 1
   for (uint32_t i = lane * 16; i < kBytes; i += 32 * 16) {
@@ -96,8 +99,8 @@ __device__ __forceinline__ bool finds_spoiled(uint32_t tile, int lane) {
 /// The same of rows of kDim channels, those of the suspects.
 template <ElementType kType, int kDim>
 __device__ __forceinline__ bool finds_spoiled(uint32_t tile,
-                                              const SuspectQueries& suspects,
-                                              int lane) {
+                                              const SuspectQueries& suspects) {
+  const int lane = thread_anew() % 32;
   uint32_t differ = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -122,7 +125,8 @@ template <ElementType kType, int kCount, class Record>
 __device__ __forceinline__ void add_seen_spoiled(float (&sums)[kCount],
                                                  uint32_t tile,
                                                  const Record& record,
-                                                 int first, int row, int lane) {
+                                                 int first, int row) {
+  const int lane = thread_anew() % 32;
 #pragma unroll 1
   for (int column = 0; column < 64; ++column) {
     bool seen[2];
@@ -149,6 +153,70 @@ __device__ __forceinline__ void add_seen_spoiled(float (&sums)[kCount],
       }
     }
   }
+}
+
+/// Whether a thread of both warpgroups finds any in its share of kBytes.
+template <ElementType kType, uint32_t kBytes>
+__device__ __forceinline__ bool finds_spoiled_share(uint32_t tile) {
+  uint32_t sum[4] = {};
+  tile += thread_anew() % 256 * 16;
+#pragma unroll
+  for (uint32_t i = 0; i < kBytes; i += 256 * 16) {
+    const uint4 piece = load_piece(tile + i);
+    sum[0] = add_nothing_of<kType>(piece.x, sum[0]);
+    sum[1] = add_nothing_of<kType>(piece.y, sum[1]);
+    sum[2] = add_nothing_of<kType>(piece.z, sum[2]);
+    sum[3] = add_nothing_of<kType>(piece.w, sum[3]);
+  }
+  return ((sum[0] | sum[1] | sum[2] | sum[3]) & 0x7FFF7FFF) != 0;
+}
+
+/// The same of a tile of queries and dout, and of their numbers: a query of
+/// which nothing is seen has an infinite lse.
+template <class Plan>
+__device__ __forceinline__ bool finds_spoiled_queries(uint32_t query,
+                                                      uint32_t dout,
+                                                      const float* lse,
+                                                      const float* delta) {
+  const int row = thread_anew() % 64;
+  return finds_spoiled_share<Plan::kType, Plan::kQueryBytes>(query) |
+         finds_spoiled_share<Plan::kType, Plan::kDoutBytes>(dout) |
+         (lse[row] != lse[row]) | (0.f * delta[row] != 0.f);
+}
+
+/// Sets those of a warp's eight rows to 0, and the numbers of such rows to NaN.
+template <ElementType kType, int kDim>
+__device__ __forceinline__ void clear_spoiled_rows(uint32_t tile,
+                                                   float* number) {
+  const int lane = thread_anew() % 32, first = thread_anew() / 32 * 8;
+#pragma unroll 1
+  for (int row = first; row < first + 8; ++row) {
+    bool found = false;
+#pragma unroll 1
+    for (int word = lane; word < kDim / 2; word += 32) {
+      const uint32_t at = tile + word / 32 * (64 * kRowBytes) +
+                          piece_place(row, word % 32 / 4) + 4 * (word % 4);
+      const uint32_t pair = load_word(at), rest = cleared<kType>(pair);
+      if (pair == rest) continue;
+      store_word(at, rest);
+      found = true;
+    }
+    if (__any_sync(~0u, found) && lane == 0) number[row] = NAN;
+  }
+}
+
+/// Both warpgroups: clears a tile of queries and dout. A query whose lse is NaN
+/// has weights that are, one whose delta is, slopes: so who sees it knows.
+template <class Plan>
+__device__ __forceinline__ void clear_spoiled_queries(int meeting,
+                                                      uint32_t query,
+                                                      uint32_t dout, float* lse,
+                                                      float* delta) {
+  meet(meeting, 256);
+  clear_spoiled_rows<Plan::kType, Plan::kHeadDim>(query, lse);
+  clear_spoiled_rows<Plan::kType, Plan::kValueDim>(dout, delta);
+  fence_for_wgmma();
+  meet(meeting, 256);
 }
 
 /// A share of both warpgroups' work: sets those of kBytes to 0.
@@ -183,11 +251,11 @@ __device__ __forceinline__ void clear_spoiled_together(int meeting,
 template <class Plan>
 __device__ __forceinline__ bool finds_spoiled_queries(
     const float (&scores)[32], uint32_t query, uint32_t dout,
-    const SuspectQueries& suspects, int lane) {
+    const SuspectQueries& suspects) {
   const bool found =
-      finds_spoiled<Plan::kType, Plan::kValueDim>(dout, suspects, lane);
+      finds_spoiled<Plan::kType, Plan::kValueDim>(dout, suspects);
   return (holds_spoiled(scores) &&
-          finds_spoiled<Plan::kType, Plan::kQueryBytes>(query, lane)) ||
+          finds_spoiled<Plan::kType, Plan::kQueryBytes>(query)) ||
          found;
 }
 

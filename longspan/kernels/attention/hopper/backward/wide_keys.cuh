@@ -64,12 +64,12 @@ __device__ __forceinline__ void derive_wide_keys(const DenseKeysParams& params,
         const SuspectQueries suspects(small.lse[stage.slot],
                                       small.delta[stage.slot], lane);
         if ((suspects.any() || holds_spoiled(pair)) &&
-            finds_spoiled_queries<Plan>(pair, query, dout, suspects, lane))
+            finds_spoiled_queries<Plan>(pair, query, dout, suspects))
             [[unlikely]] {
           add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
-                                        tile, key, lane);
+                                        tile, key);
           clear_spoiled_together<Plan::kType, Plan::kQueryBytes,
-                                 Plan::kDoutBytes>(kSpoiledFound, query, dout);
+                                 Plan::kDoutBytes>(kSearched, query, dout);
         }
       }
       const float unit =

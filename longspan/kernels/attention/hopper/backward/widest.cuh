@@ -310,13 +310,13 @@ __device__ __forceinline__ void derive_widest(
         if constexpr (Plan::kSlopes) {
           spoiled = small.spoiled_at[column_round] == left;
         } else {
-          spoiled = suspects.any() &&
-                    finds_spoiled<Plan::kType, Plan::kHeadDim>(
-                        kSharedBase + Plan::kSummed, suspects, lane);
+          spoiled =
+              suspects.any() && finds_spoiled<Plan::kType, Plan::kHeadDim>(
+                                    kSharedBase + Plan::kSummed, suspects);
         }
         if (spoiled) [[unlikely]] {
           add_seen_spoiled<Plan::kType>(sums, summed, small.record[at.slot],
-                                        walk.tile, row, lane);
+                                        walk.tile, row);
           clear_spoiled_together<Plan::kType, Plan::kTile>(
               kSpoiledColumnsFound, kSharedBase + Plan::kSummed);
         }

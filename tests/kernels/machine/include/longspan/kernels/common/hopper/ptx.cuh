@@ -72,6 +72,9 @@ inline uint32_t load_word(uint32_t from) {
   std::memcpy(&x, machine::shared_at(from, sizeof x), sizeof x);
   return x;
 }
+inline void store_word(uint32_t to, uint32_t x) {
+  machine::write_shared(to, &x, sizeof x);
+}
 inline void store_piece(uint32_t to, uint4 x) {
   machine::write_shared(to, &x, sizeof x);
 }
