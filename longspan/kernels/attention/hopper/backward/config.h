@@ -84,22 +84,20 @@ struct KeysSmall {
 /// transposed, a row for each key, so that weights and their derivatives are
 /// operands in registers.
 ///
-/// kWithQueries: it also makes dq. The derivatives of scores pass through
+/// It also makes dq (kWithQueries). The derivatives of scores pass through
 /// shared memory, each warpgroup makes half of the channels, and the copy
-/// engine adds them to device memory, in another order in every run. Heads then
-/// come one after another: many blocks that add to the same queries at once
-/// would wait for one another. Blocks that see many queries are dealt head by
-/// head, all of them before the next one: those of a few heads at a time are
-/// what L2 holds, q, dout and dq of 16384 tokens and 128 channels being 16 MiB.
-/// Their dk and dv are then added up in memory too. Without, a kernel of its
-/// own makes dq and scores once more: seven products in place of five, and the
-/// same bits every time.
-template <int kHeadDim_, int kValueDim_, bool kSoftcap_, bool kWithQueries_,
+/// engine adds them to device memory: in the order in which blocks come, or in
+/// turn. Heads come one after another: many blocks that add to the same queries
+/// at once would wait for one another. Blocks that see many queries are dealt
+/// head by head: those of a few heads at a time are what L2 holds, q, dout and
+/// dq of 16384 tokens and 128 channels being 16 MiB. Their dk and dv are then
+/// added up in memory too.
+template <int kHeadDim_, int kValueDim_, bool kSoftcap_,
           ElementType kType_ = ElementType::bfloat16>
 struct DenseKeysPlan {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr ElementType kType = kType_;  // of operands
-  static constexpr bool kSoftcap = kSoftcap_, kWithQueries = kWithQueries_;
+  static constexpr bool kSoftcap = kSoftcap_, kWithQueries = true;
   static constexpr int kKeys = 128, kQueries = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
@@ -121,8 +119,7 @@ struct DenseKeysPlan {
   static constexpr int kBoxes = kHeadDim / 32;
   static constexpr uint32_t kBoxBytes = kQueries * 128;
   static constexpr uint32_t kSums = kSlopes + 2 * 2 * kSlopeBytes;
-  static constexpr uint32_t kSmall =
-      kWithQueries ? kSums + kBoxes * kBoxBytes : kSlopes;
+  static constexpr uint32_t kSmall = kSums + kBoxes * kBoxBytes;
   static constexpr int kRecords = 4;
 
   using Small = KeysSmall<kStages, kRecords, kQueries>;

@@ -138,7 +138,7 @@ void make_keys(const DenseBackwardArgs& args, const BackwardWork& work,
     using Plan = WideKeysPlan<kDim, kDim, kSoftcap, kType>;
     check(launch_wide_keys<Plan>(told(Plan()), processors, stream));
   } else {
-    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, true, kType>;
+    using Plan = DenseKeysPlan<kDim, kDim, kSoftcap, kType>;
     check(launch_dense_keys<Plan>(told(Plan()), processors, stream));
   }
 }
@@ -203,7 +203,7 @@ BackwardWork backward_work(const DenseBackwardArgs& args) {
                          fill(WideKeysPlan<kDim, kDim, kSoftcap>(),
                               DenseQueriesPlan<kDim, kDim, kSoftcap>());
                        } else {
-                         fill(DenseKeysPlan<kDim, kDim, kSoftcap, false>(),
+                         fill(DenseKeysPlan<kDim, kDim, kSoftcap>(),
                               DenseQueriesPlan<kDim, kDim, kSoftcap>());
                        }
                      });

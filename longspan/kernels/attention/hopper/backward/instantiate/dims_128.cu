@@ -2,7 +2,7 @@
 
 namespace longspan::hopper {
 
-template cudaError_t launch_dense_keys<DenseKeysPlan<128, 128, false, true>>(
+template cudaError_t launch_dense_keys<DenseKeysPlan<128, 128, false>>(
     const DenseKeysParams&, int, cudaStream_t);
 
 }  // namespace longspan::hopper

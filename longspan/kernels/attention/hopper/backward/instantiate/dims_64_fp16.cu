@@ -3,7 +3,7 @@
 namespace longspan::hopper {
 
 template cudaError_t
-launch_dense_keys<DenseKeysPlan<64, 64, false, true, ElementType::float16>>(
+launch_dense_keys<DenseKeysPlan<64, 64, false, ElementType::float16>>(
     const DenseKeysParams&, int, cudaStream_t);
 
 }  // namespace longspan::hopper

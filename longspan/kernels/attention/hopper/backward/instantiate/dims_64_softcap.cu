@@ -2,7 +2,7 @@
 
 namespace longspan::hopper {
 
-template cudaError_t launch_dense_keys<DenseKeysPlan<64, 64, true, true>>(
+template cudaError_t launch_dense_keys<DenseKeysPlan<64, 64, true>>(
     const DenseKeysParams&, int, cudaStream_t);
 
 }  // namespace longspan::hopper
