@@ -38,7 +38,7 @@ struct DenseForwardParams {
 /// A block of threads takes 128 queries of a head, 64 for each of two
 /// warpgroups, and their keys in tiles of kKeys. One thread of a third
 /// warpgroup asks the copy engine for queries, keys and values; one warp deals
-/// the work and says who sees what.
+/// the work and says who sees what; two look through values.
 ///
 /// At 128 channels a tile is 2048 cycles of the tensor cores and 1024 of
 /// exponentials; one warpgroup's exponentials run under the other's products.
@@ -97,6 +97,8 @@ struct DenseForwardPlan {
     uint64_t query_ready[2], query_free[2];
     uint64_t key_ready[kStages], key_free[kStages];
     uint64_t value_ready[kStages], value_free[kStages];
+    uint64_t value_searched[kStages];
+    int spoiled[kStages][2];  // whether either warp found any
     uint64_t record_ready[kRecords], record_free[kRecords];
     WorkRecordOf<kQueries> record[kRecords];
   };

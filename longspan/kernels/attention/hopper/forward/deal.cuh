@@ -101,6 +101,9 @@ __device__ void fetch(const DenseForwardParams& params,
       };
       bring(params.k, small.key_free[stage.slot], small.key_ready[stage.slot],
             Plan::kKey + stage.slot * Plan::kKeyBytes, Plan::kHeadBlocks);
+      // So that who searches misses none.
+      barrier_wait(shared_address(&small.value_searched[stage.slot]),
+                   stage.round ^ 1);
       bring(params.v, small.value_free[stage.slot],
             small.value_ready[stage.slot],
             Plan::kValue + stage.slot * Plan::kValueBytes, Plan::kValueBlocks);

@@ -5,6 +5,7 @@
 #include "longspan/kernels/attention/hopper/bend.cuh"
 #include "longspan/kernels/attention/hopper/forward/answer.cuh"
 #include "longspan/kernels/attention/hopper/forward/deal.cuh"
+#include "longspan/kernels/attention/hopper/forward/search.cuh"
 #include "longspan/kernels/attention/hopper/forward/spoiled.cuh"
 #include "longspan/kernels/common/ampere/launch.h"
 #include "longspan/kernels/common/hopper/fragment.cuh"
@@ -54,24 +55,17 @@ __device__ __forceinline__ void issue_values(
   }
 }
 
-/// Barriers by number: a warpgroup has looked through values; all have added
-/// what they found, and have cleared it.
-enum ForwardMeeting { kSearched0 = 1, kSearched1, kCleared };
+/// Barriers by number: all have added what is not finite, and have cleared it.
+enum ForwardMeeting { kCleared = 1 };
 
 /// Adds values of a tile that are not finite to the sums of who sees them, and
-/// sets them to 0. Every warpgroup that reads them comes here: who finds one
-/// waits until the others, which find the same, have added theirs.
+/// sets them to 0. Every warpgroup that reads them comes here, and waits until
+/// the others have added theirs.
 template <class Plan>
 __device__ __forceinline__ void add_spoiled_values(
     float (&out)[Plan::kValueDim / 2], uint32_t values,
-    const WorkRecordOf<Plan::kQueries>& record, int tile, int query,
-    int group) {
+    const WorkRecordOf<Plan::kQueries>& record, int tile, int query) {
   constexpr int kThreads = 128 * Plan::kWarpgroups;
-  // Where a thread has 104 registers, more at once would not fit.
-  constexpr int kAtOnce = Plan::kConsumerRegisters < 128 ? 1 : 8;
-  const bool found =
-      finds_spoiled<Plan::kType, Plan::kValueBytes, kAtOnce>(values);
-  if (!meet_any(kSearched0 + group, 128, found)) return;
   add_spoiled<Plan::kType, Plan::kKeys>(out, values, record, tile, query);
   meet(kCleared, kThreads);
   clear_spoiled<Plan::kType, Plan::kValueBytes, kThreads>(values);
@@ -85,6 +79,11 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
                                        typename Plan::Small& small, int group) {
   const int lane = threadIdx.x % 32;
   const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+  // The same, for what is rare: kept in no register.
+  const auto query_anew = [&] {
+    return 64 * group + 16 * (thread_anew() % 128 / 32) +
+           thread_anew() % 32 / 4;
+  };
   const auto arrive = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
@@ -130,11 +129,14 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       for (;;) {
         // While the record says who sees what, and no product is under way.
         if (!columns.all_see(tile, Plan::kKeys)) {
-          barrier_wait(shared_address(&small.value_ready[value_at.slot]),
+          barrier_wait(shared_address(&small.value_searched[value_at.slot]),
                        value_at.round);
-          add_spoiled_values<Plan>(out,
-                                   values + value_at.slot * Plan::kValueBytes,
-                                   small.record[at.slot], tile, query, group);
+          const int(&spoiled)[2] = small.spoiled[value_at.slot];
+          if ((spoiled[0] | spoiled[1]) != 0) {
+            add_spoiled_values<Plan>(out,
+                                     values + value_at.slot * Plan::kValueBytes,
+                                     small.record[at.slot], tile, query_anew());
+          }
         }
         if (--left == 0) break;
         tile += Plan::kKeys;
@@ -207,10 +209,11 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
       init(small.key_free[i], Plan::kConsumerWarps);
       init(small.value_ready[i], 1);
       init(small.value_free[i], Plan::kConsumerWarps);
+      init(small.value_searched[i], 2);
     }
     for (int i = 0; i < Plan::kRecords; ++i) {
       init(small.record_ready[i], 32);
-      init(small.record_free[i], Plan::kConsumerWarps + 1);
+      init(small.record_free[i], Plan::kConsumerWarps + 1 + 2);
     }
     barrier_init_fence();
   }
@@ -218,11 +221,12 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   const int group = threadIdx.x / 128;
   if (group == Plan::kWarpgroups) {
     give_registers<Plan::kProducerRegisters>();
-    const int warp = threadIdx.x % 128 / 32;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     if (warp == 0) {
-      deal<Plan>(params, small, threadIdx.x % 32,
-                 Plan::kNarrow ? params.packed_heads : 1);
-    } else if (warp == 1 && threadIdx.x % 32 == 0) {
+      deal<Plan>(params, small, lane, Plan::kNarrow ? params.packed_heads : 1);
+    } else if (warp >= 2) {
+      search<Plan>(small, base, warp - 2, lane);
+    } else if (lane == 0) {
       fetch<Plan>(params, small, base);
     }
   } else {

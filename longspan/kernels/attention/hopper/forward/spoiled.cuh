@@ -13,14 +13,14 @@ namespace longspan::hopper {
 ///
 /// Values are blocks of 64 channels, kKeys rows each, one after another.
 
-/// Whether one thread of a warpgroup finds any in its share of kBytes, pieces
-/// that neighbours read at once. It asks for kAtOnce of them at a time.
-template <ElementType kType, uint32_t kBytes, int kAtOnce = 8>
+/// Whether one of kThreads finds any in its share of kBytes, pieces that
+/// neighbours read at once. It asks for kAtOnce of them at a time.
+template <ElementType kType, uint32_t kBytes, int kThreads, int kAtOnce>
 __device__ __forceinline__ bool finds_spoiled(uint32_t values) {
-  constexpr uint32_t kStep = 128 * 16;
+  constexpr uint32_t kStep = kThreads * 16;
   static_assert(kBytes % kStep == 0);
   uint32_t sum[4] = {};
-  values += thread_anew() % 128 * 16;
+  values += thread_anew() % kThreads * 16;
 #pragma unroll kAtOnce
   for (uint32_t i = 0; i < kBytes; i += kStep) {
     const uint4 piece = load_piece(values + i);

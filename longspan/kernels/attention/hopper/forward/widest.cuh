@@ -234,7 +234,7 @@ struct WidestWorker {
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       const uint32_t at_slot = look_at(values.slot[piece]);
-      found |= finds_spoiled<Plan::kType, Plan::kSlot>(at_slot);
+      found |= finds_spoiled<Plan::kType, Plan::kSlot, 128, 8>(at_slot);
     }
     if (!meet_any(kAlone0 + kGroup, 128, found)) return;
 #pragma unroll 1
