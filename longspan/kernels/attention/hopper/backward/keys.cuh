@@ -171,9 +171,9 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       keys_round ^= 1;
       spoiled_keys =
           meet_any(kSearched, 256,
-                   finds_spoiled_share<Plan::kType, Plan::kKeyBytes>(
+                   finds_spoiled<Plan::kType, Plan::kKeyBytes, 256>(
                        kSharedBase + Plan::kKey) |
-                       finds_spoiled_share<Plan::kType, Plan::kValueBytes>(
+                       finds_spoiled<Plan::kType, Plan::kValueBytes, 256>(
                            kSharedBase + Plan::kValue));
     }
     for (; left > 0; --left) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "longspan/kernels/attention/hopper/records.cuh"
+#include "longspan/kernels/attention/hopper/spoiled.cuh"
 #include "longspan/kernels/common/element.h"
 #include "longspan/kernels/common/hopper/fragment.cuh"
 
@@ -44,23 +45,6 @@ struct SuspectQueries {
   __device__ bool any() const { return (bits[0] | bits[1]) != 0; }
 };
 
-/// Of 16 bits.
-template <ElementType kType>
-__device__ __forceinline__ bool is_spoiled(uint32_t bits) {
-  constexpr uint32_t kExponent =
-      kType == ElementType::float16 ? 0x7C00 : 0x7F80;
-  return (bits & kExponent) == kExponent;
-}
-
-/// Of 16 bits that are no finite number, the float.
-template <ElementType kType>
-__device__ __forceinline__ float spoiled_value(uint32_t bits) {
-  const bool is_infinite =
-      (bits & (kType == ElementType::float16 ? 0x3FF : 0x7F)) == 0;
-  if (!is_infinite) return NAN;
-  return (bits & 0x8000) != 0 ? -INFINITY : INFINITY;
-}
-
 /// Of any 16 bits.
 template <ElementType kType>
 __device__ __forceinline__ float float_of(uint32_t bits) {
@@ -71,14 +55,6 @@ __device__ __forceinline__ float float_of(uint32_t bits) {
   } else {
     return __uint_as_float(bits << 16);
   }
-}
-
-/// Two elements, without those that are not finite.
-template <ElementType kType>
-__device__ __forceinline__ uint32_t cleared(uint32_t pair) {
-  if (is_spoiled<kType>(pair)) pair &= 0xFFFF0000;
-  if (is_spoiled<kType>(pair >> 16)) pair &= 0x0000FFFF;
-  return pair;
 }
 
 /// Whether there are any in kBytes. Each warp looks through all of them: it may
@@ -155,32 +131,17 @@ __device__ __forceinline__ void add_seen_spoiled(float (&sums)[kCount],
   }
 }
 
-/// Whether a thread of both warpgroups finds any in its share of kBytes.
-template <ElementType kType, uint32_t kBytes>
-__device__ __forceinline__ bool finds_spoiled_share(uint32_t tile) {
-  uint32_t sum[4] = {};
-  tile += thread_anew() % 256 * 16;
-#pragma unroll
-  for (uint32_t i = 0; i < kBytes; i += 256 * 16) {
-    const uint4 piece = load_piece(tile + i);
-    sum[0] = add_nothing_of<kType>(piece.x, sum[0]);
-    sum[1] = add_nothing_of<kType>(piece.y, sum[1]);
-    sum[2] = add_nothing_of<kType>(piece.z, sum[2]);
-    sum[3] = add_nothing_of<kType>(piece.w, sum[3]);
-  }
-  return ((sum[0] | sum[1] | sum[2] | sum[3]) & 0x7FFF7FFF) != 0;
-}
-
-/// The same of a tile of queries and dout, and of their numbers: a query of
-/// which nothing is seen has an infinite lse.
+/// Whether a thread of both warpgroups finds any in its share of a tile of
+/// queries and dout, and of their numbers: a query that saw nothing has an
+/// infinite lse.
 template <class Plan>
 __device__ __forceinline__ bool finds_spoiled_queries(uint32_t query,
                                                       uint32_t dout,
                                                       const float* lse,
                                                       const float* delta) {
   const int row = thread_anew() % 64;
-  return finds_spoiled_share<Plan::kType, Plan::kQueryBytes>(query) |
-         finds_spoiled_share<Plan::kType, Plan::kDoutBytes>(dout) |
+  return finds_spoiled<Plan::kType, Plan::kQueryBytes, 256>(query) |
+         finds_spoiled<Plan::kType, Plan::kDoutBytes, 256>(dout) |
          (lse[row] != lse[row]) | (0.f * delta[row] != 0.f);
 }
 
