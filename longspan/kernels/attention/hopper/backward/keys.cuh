@@ -176,35 +176,17 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
                        finds_spoiled<Plan::kType, Plan::kValueBytes, 256>(
                            kSharedBase + Plan::kValue));
     }
-    for (; left > 0; --left) {
-      if (tile < columns.first) {
-        arrive(small.record_free[at.slot]);
-        at.advance();
-        barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
-        tile = last_tile(small.record[at.slot], Plan::kQueries);
-        columns = WorkColumns(small.record[at.slot]);
-      }
-      const uint32_t query =
-          kSharedBase + Plan::kQuery + stage.slot * Plan::kQueryBytes;
-      const uint32_t dout =
-          kSharedBase + Plan::kDout + stage.slot * Plan::kDoutBytes;
-      const uint32_t dout_ready = shared_address(&small.dout_ready[stage.slot]);
-      barrier_wait_both(shared_address(&small.query_ready[stage.slot]),
-                        stage.round, dout_ready, stage.round);
-      const bool cut = !columns.all_see(tile, Plan::kQueries);
-      // Of a tile with a border: whether anything in it is not finite.
-      bool spoiled = cut && spoiled_keys;
-      if (cut && meet_any(kSearched, 256,
-                          finds_spoiled_queries<Plan>(
-                              query, dout, small.lse[stage.slot],
-                              small.delta[stage.slot]))) {
-        spoiled = true;
-        add_seen_spoiled<Plan::kType>(dv, dout, small.record[at.slot], tile,
-                                      key);
-        clear_spoiled_queries<Plan>(kSearched, query, dout,
-                                    small.lse[stage.slot],
-                                    small.delta[stage.slot]);
-      }
+    const auto query_of = [&](int slot) {
+      return kSharedBase + Plan::kQuery + slot * Plan::kQueryBytes;
+    };
+    const auto dout_of = [&](int slot) {
+      return kSharedBase + Plan::kDout + slot * Plan::kDoutBytes;
+    };
+    // A tile, of which some see a part alone if it is `cut`, and then may be
+    // spoiled: weights and slopes of hidden pairs, which else are 0, are set to
+    // it, and dq is mended.
+    const auto run_tile = [&]<bool kSpoiled>(bool cut) {
+      const uint32_t query = query_of(stage.slot), dout = dout_of(stage.slot);
       wgmma_fence();
       issue_pairs<Plan::kType, Plan::kHeadBlocks, Plan::kKeyBlock,
                   Plan::kQueryBlock>(pair, my_key, query);
@@ -217,9 +199,10 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       // Weights, as the forward kernel found them.
       const float unit = bending.of(pair);
       if (cut) hide_some(pair, small.record[at.slot], tile, key, lane);
-      // Those of hidden pairs are 0, if all is finite; else they are set to it.
       const auto hide_operand = [&](uint32_t(&operand)[4][4]) {
-        if (spoiled) hide_some(operand, small.record[at.slot], tile, key, lane);
+        if constexpr (kSpoiled) {
+          hide_some(operand, small.record[at.slot], tile, key, lane);
+        }
       };
       const float* lse = small.lse[stage.slot] + 2 * (lane & 3);
       const float* delta = small.delta[stage.slot] + 2 * (lane & 3);
@@ -315,9 +298,11 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       barrier_wait(shared_address(&small.sums_free), sums_round ^ 1);
       sums_round ^= 1;
       write_boxes<Plan::kBoxBytes>(dq, 1.f, my_sums, lane);
-      if (spoiled && holds_spoiled(dq)) {
+      if constexpr (kSpoiled) {
         __syncwarp();
-        sum_seen_keys<Plan>(slopes, small.record[at.slot], tile);
+        if (holds_spoiled(dq)) {
+          sum_seen_keys<Plan>(slopes, small.record[at.slot], tile);
+        }
       }
       fence_for_wgmma();
       __syncwarp();
@@ -327,6 +312,44 @@ __device__ __forceinline__ void derive_keys(const DenseKeysParams& params,
       arrive(small.query_free[stage.slot]);
       stage.advance();
       tile -= Plan::kQueries;
+      --left;
+    };
+    // What is rare stands outside of the loop over tiles, whose instructions
+    // are fetched again and again: beside them it cost 6 % of the time.
+    bool spoiled = true;
+    while (left > 0 && spoiled) {
+      spoiled = false;
+      while (left > 0) {
+        if (tile < columns.first) {
+          arrive(small.record_free[at.slot]);
+          at.advance();
+          barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+          tile = last_tile(small.record[at.slot], Plan::kQueries);
+          columns = WorkColumns(small.record[at.slot]);
+        }
+        barrier_wait_both(
+            shared_address(&small.query_ready[stage.slot]), stage.round,
+            shared_address(&small.dout_ready[stage.slot]), stage.round);
+        const bool cut = !columns.all_see(tile, Plan::kQueries);
+        if (cut) {
+          spoiled =
+              meet_any(kSearched, 256,
+                       spoiled_keys |
+                           finds_spoiled_queries<Plan>(
+                               query_of(stage.slot), dout_of(stage.slot),
+                               small.lse[stage.slot], small.delta[stage.slot]));
+          if (spoiled) break;
+        }
+        run_tile.template operator()<false>(cut);
+      }
+      if (spoiled) {
+        add_seen_spoiled<Plan::kType>(dv, dout_of(stage.slot),
+                                      small.record[at.slot], tile, key);
+        clear_spoiled_queries<Plan>(kSearched, query_of(stage.slot),
+                                    dout_of(stage.slot), small.lse[stage.slot],
+                                    small.delta[stage.slot]);
+        run_tile.template operator()<true>(true);
+      }
     }
     const WorkRecord& record = small.record[at.slot];
     if (record.tiles > 0) arrive(small.keys_free);
