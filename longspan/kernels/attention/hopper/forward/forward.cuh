@@ -64,13 +64,11 @@ enum ForwardMeeting { kCleared = 1 };
 template <class Plan>
 __device__ __forceinline__ void add_spoiled_values(
     float (&out)[Plan::kValueDim / 2], uint32_t values,
-    const WorkRecordOf<Plan::kQueries>& record, int tile, int query,
-    int (&found)[2]) {
+    const WorkRecordOf<Plan::kQueries>& record, int tile, int query) {
   constexpr int kThreads = 128 * Plan::kWarpgroups;
   add_spoiled<Plan::kType, Plan::kKeys>(out, values, record, tile, query);
   meet(kCleared, kThreads);
   clear_spoiled<Plan::kType, Plan::kValueBytes, kThreads>(values);
-  found[0] = found[1] = 0;  // whoever looks again finds none
   meet(kCleared, kThreads);
 }
 
@@ -128,59 +126,49 @@ __device__ __forceinline__ void attend(const DenseForwardParams& params,
       weigh();
       softmax.rescale(out);
       pack_weights<Plan>(weight, score);
-      // What is rare stands outside of the loop over tiles, whose instructions
-      // are fetched again and again.
       for (;;) {
-        bool spoiled = false;
-        for (;;) {
-          // While the record says who sees what, and no product is under way.
-          if (!columns.all_see(tile, Plan::kKeys)) {
-            barrier_wait(shared_address(&small.value_searched[value_at.slot]),
-                         value_at.round);
-            const int(&found)[2] = small.spoiled[value_at.slot];
-            spoiled = (found[0] | found[1]) != 0;
-            if (spoiled) break;
+        // While the record says who sees what, and no product is under way.
+        if (!columns.all_see(tile, Plan::kKeys)) {
+          barrier_wait(shared_address(&small.value_searched[value_at.slot]),
+                       value_at.round);
+          const int(&spoiled)[2] = small.spoiled[value_at.slot];
+          if ((spoiled[0] | spoiled[1]) != 0) {
+            add_spoiled_values<Plan>(out,
+                                     values + value_at.slot * Plan::kValueBytes,
+                                     small.record[at.slot], tile, query_anew());
           }
-          if (--left == 0) break;
-          tile += Plan::kKeys;
-          if (tile >= columns.last) {
-            arrive(small.record_free[at.slot]);
-            at.advance();
-            barrier_wait(shared_address(&small.record_ready[at.slot]),
-                         at.round);
-            tile = small.record[at.slot].first_column;
-            columns = WorkColumns(small.record[at.slot]);
-          }
-          barrier_wait_both(shared_address(&small.key_ready[key_at.slot]),
-                            key_at.round,
-                            shared_address(&small.value_ready[value_at.slot]),
-                            value_at.round);
-          wgmma_fence();
-          issue_scores<Plan>(
-              score, q,
-              kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
-          wgmma_commit();
-          issue_values<Plan>(out, weight,
-                             values + value_at.slot * Plan::kValueBytes);
-          wgmma_commit();
-          wgmma_wait<1>();
-          pin(score);
-          arrive(small.key_free[key_at.slot]);
-          key_at.advance();
-          weigh();
-          softmax.settle();
-          wgmma_wait<0>();
-          pin(out);
-          arrive(small.value_free[value_at.slot]);
-          value_at.advance();
-          softmax.rescale(out);
-          pack_weights<Plan>(weight, score);
         }
-        if (!spoiled) break;
-        add_spoiled_values<Plan>(out,
-                                 values + value_at.slot * Plan::kValueBytes,
-                                 small.record[at.slot], tile, query_anew(),
-                                 small.spoiled[value_at.slot]);
+        if (--left == 0) break;
+        tile += Plan::kKeys;
+        if (tile >= columns.last) {
+          arrive(small.record_free[at.slot]);
+          at.advance();
+          barrier_wait(shared_address(&small.record_ready[at.slot]), at.round);
+          tile = small.record[at.slot].first_column;
+          columns = WorkColumns(small.record[at.slot]);
+        }
+        barrier_wait_both(
+            shared_address(&small.key_ready[key_at.slot]), key_at.round,
+            shared_address(&small.value_ready[value_at.slot]), value_at.round);
+        wgmma_fence();
+        issue_scores<Plan>(
+            score, q, kSharedBase + Plan::kKey + key_at.slot * Plan::kKeyBytes);
+        wgmma_commit();
+        issue_values<Plan>(out, weight,
+                           values + value_at.slot * Plan::kValueBytes);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(score);
+        arrive(small.key_free[key_at.slot]);
+        key_at.advance();
+        weigh();
+        softmax.settle();
+        wgmma_wait<0>();
+        pin(out);
+        arrive(small.value_free[value_at.slot]);
+        value_at.advance();
+        softmax.rescale(out);
+        pack_weights<Plan>(weight, score);
       }
       arrive(small.query_free[query_at.slot]);
       query_at.advance();
