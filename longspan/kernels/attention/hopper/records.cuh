@@ -32,6 +32,21 @@ struct WorkRecordOf {
 };
 using WorkRecord = WorkRecordOf<128>;
 
+/// Which block and which head an item is. Items come in sections of some heads:
+/// all blocks of them before other heads, each block for one head after
+/// another. So heads that share keys find them in the cache.
+struct DenseItem {
+  int block, head;
+  __device__ DenseItem(int item, int blocks, int heads, int section_heads) {
+    const int section = item / (section_heads * blocks);
+    const int first = section * section_heads;
+    const int width = min(section_heads, heads - first);
+    const int rest = item - first * blocks;
+    block = rest / width;
+    head = first + rest % width;
+  }
+};
+
 /// The keys of a query, or the queries of a key.
 __device__ __forceinline__ int2 columns_of(const WorkLine& line, int query) {
   return make_int2(

@@ -182,8 +182,8 @@ struct DenseQueriesParams {
   GradientPlace dq;
 };
 
-/// Tiles and shared memory of that kernel: like those of the forward kernel,
-/// with dout beside the queries.
+/// Tiles and shared memory of that kernel, above 128 channels: like those of
+/// the forward kernel, with dout beside the queries.
 template <int kHeadDim_, int kValueDim_, bool kSoftcap_,
           ElementType kType_ = ElementType::bfloat16>
 struct DenseQueriesPlan {
@@ -192,8 +192,7 @@ struct DenseQueriesPlan {
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kQueries = 128, kKeys = 64;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
-  static constexpr int kConsumerRegisters = kHeadDim > 128 ? 240 : 232;
-  static constexpr int kProducerRegisters = kHeadDim > 128 ? 24 : 40;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kHeadBlocks = kHeadDim / 64;  // of 64 channels
   static constexpr int kValueBlocks = kValueDim / 64;
   static constexpr uint32_t kQueryBlock = kQueries * 128;  // bytes
@@ -202,7 +201,7 @@ struct DenseQueriesPlan {
   static constexpr uint32_t kDoutBytes = kValueBlocks * kQueryBlock;
   static constexpr uint32_t kKeyBytes = kHeadBlocks * kKeyBlock;
   static constexpr uint32_t kValueBytes = kValueBlocks * kKeyBlock;
-  static constexpr int kStages = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kStages = 1;
   static constexpr uint32_t kQuery = 0;
   static constexpr uint32_t kDout = kQuery + kQueryBytes;
   static constexpr uint32_t kKey = kDout + kDoutBytes;

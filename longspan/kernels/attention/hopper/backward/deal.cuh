@@ -6,19 +6,6 @@
 
 namespace longspan::hopper {
 
-/// Items in sections of some heads: all blocks of them before the next ones,
-/// each block for one of them after another.
-struct BlockAndHead {
-  int block, head;
-  __device__ BlockAndHead(int item, int blocks, int heads, int section_heads) {
-    const int first = item / (section_heads * blocks) * section_heads;
-    const int width = min(section_heads, heads - first);
-    const int rest = item - first * blocks;
-    block = rest / width;
-    head = first + rest % width;
-  }
-};
-
 /// Which block of keys an item is, and for which heads.
 struct KeysItem {
   int block;
@@ -27,15 +14,15 @@ struct KeysItem {
       : block(0), heads(params, 0) {
     const int alone = params.apart * params.heads;
     if (item < alone) {
-      const BlockAndHead what(item, params.apart, params.heads,
-                              params.section_heads);
+      const DenseItem what(item, params.apart, params.heads,
+                           params.section_heads);
       block = what.block;
       heads.first = what.head;
       heads.last = what.head + 1;
       return;
     }
-    const BlockAndHead what(item - alone, params.block_count - params.apart,
-                            params.key_heads, params.section_key_heads);
+    const DenseItem what(item - alone, params.block_count - params.apart,
+                         params.key_heads, params.section_key_heads);
     block = params.apart + what.block;
     heads = SharingHeads(params, what.head);
   }

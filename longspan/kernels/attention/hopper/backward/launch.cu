@@ -68,10 +68,10 @@ int heads_in_turn(const KeyWorkTable& keys) {
   constexpr int kHeads = 8, kManyChains = 8, kHeadsOfMany = 2;
   int chains = 0;  // that are at least half as long as the longest
   for (std::size_t i = 0; i < keys.blocks.size(); ++i) {
-    chains += keys.turns[i].before < 0 &&
-                      2 * keys.blocks[i].tiles >= keys.blocks.front().tiles
-                  ? 1
-                  : 0;
+    if (keys.turns[i].before < 0 &&
+        2 * keys.blocks[i].tiles >= keys.blocks.front().tiles) {
+      ++chains;
+    }
   }
   return chains >= kManyChains ? kHeadsOfMany : kHeads;
 }
@@ -193,32 +193,32 @@ bool adds_up_queries(const AttentionArgs& args) {
 
 BackwardWork backward_work(const DenseBackwardArgs& args) {
   BackwardWork work;
-  const auto fill = [&]<class Keys, class Queries>(Keys, Queries) {
+  const auto fill_keys = [&]<class Keys>(Keys) {
     work.keys = key_work_table(args.lines, {.rows = args.rows,
                                             .queries = args.keys,
                                             .block_queries = Keys::kKeys,
                                             .tile_keys = Keys::kQueries,
                                             .every_query = !args.dk_adds});
-    if (adds_up_queries(args)) return;
+  };
+  const auto fill_queries = [&]<class Queries>(Queries) {
     work.queries = work_table(args.lines, {.rows = args.rows,
                                            .queries = args.queries,
                                            .block_queries = Queries::kQueries,
                                            .tile_keys = Queries::kKeys,
                                            .every_query = !args.dq_adds});
   };
-  with_backward_dims(args.head_dim, args.value_dim, false,
-                     [&]<int kDim, bool kSoftcap>() {
-                       if constexpr (kDim > 256) {
-                         fill(WidestPlan<Derivative::of_keys, kSoftcap>(),
-                              WidestPlan<Derivative::of_queries, kSoftcap>());
-                       } else if constexpr (kDim > 128) {
-                         fill(WideKeysPlan<kDim, kDim, kSoftcap>(),
-                              DenseQueriesPlan<kDim, kDim, kSoftcap>());
-                       } else {
-                         fill(DenseKeysPlan<kDim, kDim, kSoftcap>(),
-                              DenseQueriesPlan<kDim, kDim, kSoftcap>());
-                       }
-                     });
+  with_backward_dims(
+      args.head_dim, args.value_dim, false, [&]<int kDim, bool kSoftcap>() {
+        if constexpr (kDim > 256) {
+          fill_keys(WidestPlan<Derivative::of_keys, kSoftcap>());
+          fill_queries(WidestPlan<Derivative::of_queries, kSoftcap>());
+        } else if constexpr (kDim > 128) {
+          fill_keys(WideKeysPlan<kDim, kDim, kSoftcap>());
+          fill_queries(DenseQueriesPlan<kDim, kDim, kSoftcap>());
+        } else {
+          fill_keys(DenseKeysPlan<kDim, kDim, kSoftcap>());
+        }
+      });
   const bool shares_keys = args.heads_per_key_head > 1 && args.heads > 1;
   if (adds_up_queries(args) && shares_keys && args.head_dim > 64) {
     auto& blocks = work.keys.blocks;

@@ -124,8 +124,6 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
                                                typename Plan::Small& small,
                                                int group) {
   constexpr int kCount = Plan::kKeys / 2;
-  // Where there is room for the next keys, their products do not wait for dq.
-  constexpr bool kAhead = Plan::kStages > 1;
   const int lane = threadIdx.x % 32;
   const int query = 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const auto arrive = [&](uint64_t& barrier) {
@@ -228,7 +226,6 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
       for (int k = 0; k < Plan::kKeys / 16; ++k) pin(operand[k]);
       const int slot = stage.slot;
       stage.advance();
-      if (kAhead && left > 1) wait_for_tile();
       wgmma_fence();
       const uint64_t b = across_channels(
           kSharedBase + Plan::kKey + slot * Plan::kKeyBytes, Plan::kKeyBlock);
@@ -237,20 +234,14 @@ __device__ __forceinline__ void derive_queries(const DenseQueriesParams& params,
         wgmma<1, Plan::kType>(dq, operand[k], b + (k * 2048 >> 4));
       }
       wgmma_commit();
-      if constexpr (kAhead) {
-        // After the last tile these are of whatever lies there, and not looked
-        // at: a branch here would have the products wait for one another.
-        issue_pairs();
-        wgmma_wait<2>();
-        arrive(small.key_free[slot]);
-      } else {
-        wgmma_wait<0>();
-        pin(dq);
-        arrive(small.key_free[slot]);
-        if (left > 1) wait_for_tile();
-        wgmma_fence();
-        issue_pairs();
-      }
+      wgmma_wait<0>();
+      pin(dq);
+      arrive(small.key_free[slot]);
+      if (left > 1) wait_for_tile();
+      wgmma_fence();
+      // After the last tile these are of whatever lies there, and not looked
+      // at: a branch here would have the products wait for one another.
+      issue_pairs();
       tile += Plan::kKeys;
     }
     wgmma_wait<0>();

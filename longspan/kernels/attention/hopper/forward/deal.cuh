@@ -8,21 +8,6 @@ namespace longspan::hopper {
 
 // ---- Deal ----------------------------------------------------------------
 
-/// Which block of queries and which head an item is. Heads that share keys come
-/// one after another, and all blocks of them before other keys: those stay in
-/// the cache.
-struct DenseItem {
-  int block, head;
-  __device__ DenseItem(int item, int blocks, int heads, int section_heads) {
-    const int section = item / (section_heads * blocks);
-    const int first = section * section_heads;
-    const int width = min(section_heads, heads - first);
-    const int rest = item - first * blocks;
-    block = rest / width;
-    head = first + rest % width;
-  }
-};
-
 /// One warp: takes items until there are no more, and writes their parts down.
 /// An item is a block and `together` heads.
 /// Asks for the next one before it writes: the answer takes some 700 cycles.
