@@ -31,6 +31,12 @@ __device__ __forceinline__ uint32_t cleared(uint32_t pair) {
   return pair;
 }
 
+/// Where a word of two channels of a row stands, in blocks of 64 rows.
+__device__ __forceinline__ uint32_t word_place(int row, int word) {
+  return word / 32 * (64 * kRowBytes) + piece_place(row, word % 32 / 4) +
+         4 * (word % 4);
+}
+
 /// Whether one of kThreads finds any in its share of kBytes, pieces that
 /// neighbours read at once. It asks for kAtOnce of them at a time.
 template <ElementType kType, uint32_t kBytes, int kThreads, int kAtOnce = 8>
@@ -48,6 +54,20 @@ __device__ __forceinline__ bool finds_spoiled(uint32_t at) {
     sum[3] = add_nothing_of<kType>(piece.w, sum[3]);
   }
   return ((sum[0] | sum[1] | sum[2] | sum[3]) & 0x7FFF7FFF) != 0;
+}
+
+/// Sets those that are to 0, and shows it to products; each of kThreads has a
+/// share of kBytes.
+template <ElementType kType, uint32_t kBytes, int kThreads>
+__device__ __forceinline__ void clear_spoiled(uint32_t at) {
+#pragma unroll 1
+  for (uint32_t i = thread_anew() % kThreads * 16; i < kBytes;
+       i += kThreads * 16) {
+    const uint4 x = load_piece(at + i);
+    store_piece(at + i, make_uint4(cleared<kType>(x.x), cleared<kType>(x.y),
+                                   cleared<kType>(x.z), cleared<kType>(x.w)));
+  }
+  fence_for_wgmma();
 }
 
 }  // namespace longspan::hopper

@@ -85,9 +85,7 @@ __device__ __forceinline__ bool finds_spoiled(uint32_t tile,
       const int row = 32 * i + __ffs(static_cast<int>(left)) - 1;
 #pragma unroll
       for (int word = lane; word < kDim / 2; word += 32) {
-        const uint32_t pair =
-            load_word(tile + word / 32 * (64 * kRowBytes) +
-                      piece_place(row, word % 32 / 4) + 4 * (word % 4));
+        const uint32_t pair = load_word(tile + word_place(row, word));
         differ |= pair ^ cleared<kType>(pair);
       }
     }
@@ -155,8 +153,7 @@ __device__ __forceinline__ void clear_spoiled_rows(uint32_t tile,
     bool found = false;
 #pragma unroll 1
     for (int word = lane; word < kDim / 2; word += 32) {
-      const uint32_t at = tile + word / 32 * (64 * kRowBytes) +
-                          piece_place(row, word % 32 / 4) + 4 * (word % 4);
+      const uint32_t at = tile + word_place(row, word);
       const uint32_t pair = load_word(at), rest = cleared<kType>(pair);
       if (pair == rest) continue;
       store_word(at, rest);
@@ -180,17 +177,6 @@ __device__ __forceinline__ void clear_spoiled_queries(int meeting,
   meet(meeting, 256);
 }
 
-/// A share of both warpgroups' work: sets those of kBytes to 0.
-template <ElementType kType, uint32_t kBytes>
-__device__ __forceinline__ void clear_spoiled_share(uint32_t tile) {
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x * 16; i < kBytes; i += 256 * 16) {
-    const uint4 x = load_piece(tile + i);
-    store_piece(tile + i, make_uint4(cleared<kType>(x.x), cleared<kType>(x.y),
-                                     cleared<kType>(x.z), cleared<kType>(x.w)));
-  }
-}
-
 /// Both warpgroups, when all of a warp's products that read the tiles are
 /// made, and it has added its sums.
 template <ElementType kType, uint32_t kBytes, uint32_t kOtherBytes = 0>
@@ -198,11 +184,10 @@ __device__ __forceinline__ void clear_spoiled_together(int meeting,
                                                        uint32_t tile,
                                                        uint32_t other = 0) {
   meet(meeting, 256);
-  clear_spoiled_share<kType, kBytes>(tile);
+  clear_spoiled<kType, kBytes, 256>(tile);
   if constexpr (kOtherBytes > 0) {
-    clear_spoiled_share<kType, kOtherBytes>(other);
+    clear_spoiled<kType, kOtherBytes, 256>(other);
   }
-  fence_for_wgmma();
   meet(meeting, 256);
 }
 

@@ -53,18 +53,4 @@ __device__ __forceinline__ void add_spoiled(float (&out)[kCount],
   }
 }
 
-/// Sets them to 0; each of kThreads has a share of kBytes.
-template <ElementType kType, uint32_t kBytes, int kThreads>
-__device__ __forceinline__ void clear_spoiled(uint32_t values) {
-#pragma unroll 1
-  for (uint32_t i = thread_anew() % kThreads * 16; i < kBytes;
-       i += kThreads * 16) {
-    const uint4 x = load_piece(values + i);
-    store_piece(values + i,
-                make_uint4(cleared<kType>(x.x), cleared<kType>(x.y),
-                           cleared<kType>(x.z), cleared<kType>(x.w)));
-  }
-  fence_for_wgmma();
-}
-
 }  // namespace longspan::hopper
